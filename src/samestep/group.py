@@ -1,0 +1,336 @@
+"""The handle on the workers of a job: who am I, how many are we, and do we agree.
+
+One process alone is the same code: its group has no process group, and every collective is a no-op on it.
+
+::
+
+    torchrun's variables ──> Group.from_env() ──> rank, world_size, local_rank, device, process_group
+    nothing set          ──> one process          0     1           0           cpu     None
+
+This module sets up process groups and settles common decisions. It moves no tensors of the user's (see `reduce`)
+and starts no processes (see `launch`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.errors import AgreementError, GroupError, SamestepError, SpecError, WorkerError
+
+__all__ = ["Group"]
+
+
+@dataclass(eq=False)
+class Group:
+    """The workers of a job, seen from one of them.
+
+    Attributes:
+        rank: this worker's number, 0 .. world_size - 1.
+        world_size: number of workers.
+        local_rank: this worker's number on its machine; picks the device, nothing else.
+        device: where this worker computes.
+        process_group: torch's object, or None for a single process.
+        timeout_seconds: how long a collective waits for a missing worker before it raises.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    process_group: dist.ProcessGroup | None = None
+    timeout_seconds: float = 600.0
+    _store: Any = field(default=None, repr=False)
+    _owns: bool = field(default=False, repr=False)
+
+    @classmethod
+    def single(cls, device: str = "cpu") -> Group:
+        """Return the group of one process, whatever the environment says.
+
+        Example:
+            >>> Group.single().world_size
+            1
+        """
+        return cls(rank=0, world_size=1, local_rank=0, device=pick_device(device, 0))
+
+    @classmethod
+    def from_env(cls, device: str = "auto", timeout_seconds: float = 600.0, threads: int | None = 1) -> Group:
+        """Join the job that torchrun's variables describe, or return a single process.
+
+        A process group that is already initialized (by Lightning, Accelerate or the user) is adopted and later
+        left open; one that is made here is closed by `close` or at the end of a ``with`` block. Made here, it
+        speaks gloo for CPU tensors and, on CUDA, NCCL beside it.
+
+        Args:
+            device: "auto" (CUDA where there is one), "cpu" or "cuda".
+            timeout_seconds: how long a collective waits for a missing worker.
+            threads: intra-op threads of this worker, None to leave torch's setting. torchrun sets one thread for
+                several workers but not for one, which alone changes bits; so the default is one everywhere.
+
+        Raises:
+            GroupError: variables missing or contradictory, the rendezvous port is taken, or workers missing.
+
+        Collective: all workers of the job.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if dist.is_available() and dist.is_initialized():
+            return cls._adopt(device, timeout_seconds)
+        rank, world_size, local_rank = _read_env()
+        if world_size == 1:
+            return cls(0, 1, local_rank, pick_device(device, local_rank), None, timeout_seconds)
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        try:
+            store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_seconds)))
+        except (dist.DistError, ValueError, OSError) as error:
+            raise GroupError(
+                f"rendezvous at {where}: rank {rank} of {world_size} could not join: {_first_line(error)}. "
+                "Free that port or choose another one (MASTER_PORT, or torchrun --master-port), "
+                "and see that all workers are started.",
+                rank=rank,
+            ) from error
+        return cls.from_store(store, rank, world_size, local_rank, device, timeout_seconds)
+
+    @classmethod
+    def from_store(
+        cls,
+        store: Any,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        device: str = "auto",
+        timeout_seconds: float = 600.0,
+    ) -> Group:
+        """Make torch's default process group over a store that all workers share.
+
+        Raises:
+            GroupError: when a worker did not join in time.
+
+        Collective: all workers.
+        """
+        chosen = pick_device(device, local_rank)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("samestep", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=timeout_seconds),
+            )
+        except (dist.DistError, RuntimeError) as error:
+            raise GroupError(
+                f"start of the process group: rank {rank} of {world_size} got: {_first_line(error)}. "
+                "See whether another worker failed before it.",
+                rank=rank,
+            ) from error
+        return cls(rank, world_size, local_rank, chosen, dist.group.WORLD, timeout_seconds, store, True)
+
+    @classmethod
+    def _adopt(cls, device: str, timeout_seconds: float) -> Group:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        world = dist.group.WORLD
+        if dist.get_world_size() > 1 and "gloo" not in str(dist.get_backend_config()):
+            # Decisions and counts live on the CPU, which a process group of NCCL alone cannot carry.
+            raise GroupError(
+                f"process group: expected one that also carries CPU tensors, got backend "
+                f"`{dist.get_backend()}` only. Initialize it with backend='cpu:gloo,cuda:nccl'."
+            )
+        chosen = pick_device(device, local_rank)
+        return cls(dist.get_rank(), dist.get_world_size(), local_rank, chosen, world, timeout_seconds)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker speaks for all: writes files, shows progress. Rank 0."""
+        return self.rank == 0
+
+    def agree(self, ok: bool, message: str, error: type[SamestepError] = AgreementError) -> None:
+        """Return when all workers are content; else raise the same error on all of them.
+
+        This is how a finding on one rank becomes a common decision, so that no rank is left waiting in a
+        collective that the others never reach.
+
+        Args:
+            ok: this worker's finding.
+            message: what this worker found; read only where `ok` is false.
+            error: what to raise; its `rank` is the first that was not content.
+
+        Raises:
+            AgreementError: or `error`; names the ranks that were not content, with what they found.
+            WorkerError: when a worker did not answer.
+
+        Collective: all ranks of the group.
+
+        Example:
+            >>> Group.single().agree(True, "")
+        """
+        if self.world_size == 1:
+            if not ok:
+                raise error(message, rank=self.rank)
+            return
+        verdict = torch.tensor([int(ok)])
+        with self.collective("agreement"):
+            dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self.process_group)
+        if int(verdict):
+            return
+        found = self.gather_text("" if ok else (message or "(no message)"))
+        raise error(_name_ranks(found, self.world_size), rank=next(r for r, text in enumerate(found) if text))
+
+    def gather_text(self, text: str) -> list[str]:
+        """Return every worker's text, by rank.
+
+        Collective: all ranks of the group.
+        """
+        if self.world_size == 1:
+            return [text]
+        raw = (
+            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            if text
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        with self.collective("gathering of texts"):
+            dist.all_gather(lengths, torch.tensor([raw.numel()]), group=self.process_group)
+            padded = torch.zeros(max(1, *(int(n) for n in lengths)), dtype=torch.uint8)
+            padded[: raw.numel()] = raw
+            parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+            dist.all_gather(parts, padded, group=self.process_group)
+        return [bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, lengths)]
+
+    def barrier(self) -> None:
+        """Wait until all workers are here.
+
+        Collective: all ranks of the group.
+        """
+        self.agree(True, "")
+
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """Turn torch's transport errors inside the block into a `WorkerError` that says what was going on.
+
+        Args:
+            what: the action, as a noun, for the message.
+
+        Raises:
+            WorkerError: when a worker is gone or did not answer within `timeout_seconds`.
+        """
+        try:
+            yield
+        except (dist.DistError, RuntimeError) as error:
+            if isinstance(error, SamestepError) or not _is_transport(error):
+                raise
+            raise WorkerError(
+                f"{what}: rank {self.rank} of {self.world_size} lost contact with another worker "
+                f"({_first_line(error)}). See the other workers' messages: the first that failed is the cause.",
+                rank=self.rank,
+            ) from error
+
+    def close(self) -> None:
+        """Leave the process group, when it was made here; safe to call twice."""
+        if self._owns and dist.is_initialized():
+            self._owns = False
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dist.destroy_process_group()
+            self.process_group = None
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._owns:
+            # A worker that leaves early breaks the others' start-up, so all leave together.
+            self.barrier()
+        self.close()
+
+
+def pick_device(device: str, local_rank: int) -> torch.device:
+    """Return the device of a worker.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        local_rank: number of the worker on its machine.
+
+    Raises:
+        SpecError: unknown name, no CUDA device, or more workers than CUDA devices on this machine.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise SpecError(f"`device`: expected 'auto', 'cpu' or 'cuda', got {device!r}.", name="device")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    n_devices = torch.cuda.device_count()
+    if local_rank >= n_devices:
+        raise SpecError(
+            f"`device`: expected a CUDA device for local rank {local_rank}, got {n_devices} on this machine. "
+            "Start fewer workers or use device='cpu'.",
+            name="device",
+            rank=local_rank,
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _read_env() -> tuple[int, int, int]:
+    names = ("RANK", "WORLD_SIZE")
+    given = [name for name in names if name in os.environ]
+    if not given:
+        return 0, 1, 0
+    if len(given) == 1:
+        missing = next(name for name in names if name not in os.environ)
+        raise GroupError(
+            f"environment: {given[0]} is set but {missing} is not. Start with torchrun or with "
+            "`samestep train --workers N`, or unset it for a single process."
+        )
+    values = {}
+    for name in (*names, "LOCAL_RANK"):
+        text = os.environ.get(name, "0")
+        if not text.isdigit():
+            raise GroupError(f"environment: {name}: expected a whole number, got {text!r}.")
+        values[name] = int(text)
+    if not values["RANK"] < values["WORLD_SIZE"]:
+        raise GroupError(
+            f"environment: RANK={values['RANK']} does not fit WORLD_SIZE={values['WORLD_SIZE']}: "
+            "ranks go from 0 to WORLD_SIZE - 1."
+        )
+    return values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"]
+
+
+def _name_ranks(found: list[str], world_size: int) -> str:
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(found):
+        if text:
+            by_text.setdefault(text, []).append(rank)
+    parts = []
+    for text, ranks in by_text.items():
+        if len(ranks) == world_size:
+            parts.append(text)
+        else:
+            label = "rank" if len(ranks) == 1 else "ranks"
+            parts.append(f"{label} {', '.join(map(str, ranks))} of {world_size}: {text}")
+    return "\n".join(parts)
+
+
+def _is_transport(error: BaseException) -> bool:
+    text = str(error).lower()
+    signs = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "peer", "application")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what an error of torch's transport says, without its source file and its advice."""
+    lines = str(error).strip().splitlines()
+    line = lines[0].strip() if lines else type(error).__name__
+    return re.sub(r"\[\S*\.(cc|cpp|h):\d+\] ", "", line).split(". This is typically")[0].rstrip(".")
