@@ -93,7 +93,8 @@ def _check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise GroupError(
-                f"`port`: {port} on 127.0.0.1 cannot be used ({error.strerror}). Choose another one, or 0 for any free one.",
+                f"`port`: {port} on 127.0.0.1 cannot be used ({error.strerror}). "
+                "Choose another one, or 0 for any free one.",
                 name="port",
             ) from error
 
