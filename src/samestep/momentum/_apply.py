@@ -194,10 +194,12 @@ def _multiplier(
 
 
 def _history(optimizer: torch.optim.Optimizer, index: int, key: str) -> list[Tensor]:
-    found = []
+    found: list[Tensor] = []
     for param in optimizer.param_groups[index]["params"]:
         value = optimizer.state.get(param, {}).get(key) if param.requires_grad else None
-        if value is not None:
+        if isinstance(value, dict):  # one buffer per momentum factor (AggMo)
+            found.extend(value.values())
+        elif value is not None:
             found.append(value)
     return found
 

@@ -74,9 +74,15 @@ class _Frozen(Policy):
 @dataclass(frozen=True)
 class _EveryChange(Policy):
     name: ClassVar[str] = "every_change"
+    times: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.times, bool) or self.times != int(self.times) or self.times < 1:
+            raise ValueError(f"`times`: expected an integer >= 1, got {self.times!r}.")
+        object.__setattr__(self, "times", int(self.times))
 
     def _factor(self, old_lr: float, new_lr: float) -> float:
-        return new_lr / old_lr
+        return float((new_lr / old_lr) ** self.times)
 
 
 @dataclass(frozen=True)
@@ -189,17 +195,24 @@ def relative(tolerance: float = 1e-7) -> Policy:
     return _Relative(float(tolerance))
 
 
-def every_change() -> Policy:
+def every_change(times: int = 1) -> Policy:
     """Return the policy of the VRD trainer: correct whenever the two rates differ, by their float64 quotient.
 
     The same factors as `free`; on a gradient-form optimizer it differs in one point only: passing through a rate
     of 0 clears the history, as it does in the velocity form.
 
+    Args:
+        times: how many times over the factor is applied. 1 is right; the VRD trainer on n devices did it n times, by a
+            mistake that only an exact repetition of its runs wants back.
+
+    Raises:
+        ValueError: when `times` is no integer of at least 1.
+
     Example:
         >>> every_change()(0.5, 0.25)
         0.5
     """
-    return _EveryChange()
+    return _EveryChange(times)
 
 
 _KINDS: dict[str, type[Policy]] = {

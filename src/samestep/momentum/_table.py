@@ -61,7 +61,7 @@ def _apex_larc(optimizer: torch.optim.Optimizer, group: Group) -> Form:
 def _fill_torch() -> None:
     for kind in (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon):
         register(kind, {"momentum_buffer": 0})
-    for kind in (
+    normalised: tuple[type, ...] = (
         torch.optim.Adadelta,
         torch.optim.Adafactor,
         torch.optim.Adagrad,
@@ -72,8 +72,9 @@ def _fill_torch() -> None:
         torch.optim.NAdam,
         torch.optim.RAdam,
         torch.optim.SparseAdam,
-    ):
-        register(kind, {})
+    )
+    for each in normalised:
+        register(each, {})
     register(torch.optim.ASGD, {}, also=_set_asgd_eta)
     register(
         torch.optim.Rprop,
@@ -93,7 +94,7 @@ apex: FusedAdagrad FusedAdam FusedLAMB FusedNovoGrad
 pytorch_optimizer: ADOPT AdaBelief AdamP Adan Lamb Lion MARS NovoGrad PNM QHAdam SignSGD SophiaH StableAdamW Tiger
 dadaptation: DAdaptLion
 """
-# fairseq's NAG is in velocity form but corrects itself, by its own record of the old rate: the same as gradient form.
+# fairseq's NAG is in velocity form but corrects itself by its own record of the old rate, like the gradient form.
 _MOMENTUM_BUFFER = """
 apex: FusedSGD
 fairseq: NAG
