@@ -82,6 +82,11 @@ class Schedule(ABC):
         """Whether the factor is known to be the same at every step."""
         return False
 
+    @property
+    def never_falls(self) -> bool:
+        """Whether the factor is known never to fall: a constant or a warm-up, but no decay."""
+        return self.is_constant
+
     def boundaries(self, end: int | None = None) -> tuple[int, ...]:
         """Return the steps above 0 at which the formula changes, in order: what a table or a plot must show.
 

@@ -67,6 +67,14 @@ class _Sequence(Schedule, kind="then"):
             and len({part._factor(0) for part in self.parts}) == 1
         )
 
+    @property
+    def never_falls(self) -> bool:
+        ends = [
+            part._factor(at - start - 1) for part, start, at in zip(self.parts, self.starts, self.starts[1:])
+        ]
+        begins = [part._factor(0) for part in self.parts[1:]]
+        return all(part.never_falls for part in self.parts) and all(a <= b for a, b in zip(ends, begins))
+
     def describe(self) -> str:
         first, *rest = (part.describe() for part in self.parts)
         return first + "".join(f"; from step {at}: {text}" for at, text in zip(self.starts[1:], rest))
@@ -91,6 +99,10 @@ class _Members(Schedule):
     @property
     def is_constant(self) -> bool:
         return all(member.is_constant for member in self.members)
+
+    @property
+    def never_falls(self) -> bool:
+        return all(member.never_falls for member in self.members)
 
     def describe(self) -> str:
         return f"{self.kind} of ({'), ('.join(member.describe() for member in self.members)})"

@@ -45,6 +45,10 @@ class Warmup(Schedule):
     def toward(self, step: int, target: float) -> float:
         """Return the factor at `step` when the warm-up heads for `target` in place of 1."""
 
+    @property
+    def never_falls(self) -> bool:
+        return self._factor(0) <= 1.0
+
     def _factor(self, step: int) -> float:
         return 1.0 if step >= self.length else self.toward(step, 1.0)
 
