@@ -20,6 +20,7 @@ from samestep.errors import SpecError
 from samestep.sharding import (
     Shard,
     ShardLoader,
+    StreamLoader,
     counter_merges,
     fold_order,
     sample_order,
@@ -256,12 +257,11 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     drop_last = draw(st.booleans())
     n_samples = draw(st.integers(batch if drop_last else 1, 60))
     seed, shuffle = draw(st.integers(0, 2**33)), draw(st.booleans())
-    return dict(
-        n_samples=n_samples, batch=batch, shards=shards, seed=seed, drop_last=drop_last, shuffle=shuffle
-    )
+    case = {"n_samples": n_samples, "batch": batch, "shards": shards}
+    return {**case, "seed": seed, "drop_last": drop_last, "shuffle": shuffle}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(cases(), st.data())
 def test_every_sample_is_owned_exactly_once(case: dict[str, Any], data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, case["shards"]))
@@ -286,7 +286,7 @@ def test_every_sample_is_owned_exactly_once(case: dict[str, Any], data: st.DataO
                 assert shard.batch[:, 0].tolist() == shard.sample_ids.tolist()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(cases(), st.data())
 def test_resume_at_any_step_under_another_world_size(case: dict[str, Any], data: st.DataObject) -> None:
     before, after = (data.draw(st.integers(1, case["shards"])) for _ in range(2))
@@ -391,6 +391,154 @@ def test_loader_processes_change_nothing_and_end() -> None:
         one.close()
 
 
+class Table:
+    """Rows that are asked for all at once, with noise."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, indices: list[int]) -> Tensor:
+        return torch.stack([torch.tensor(indices, dtype=torch.float64), torch.rand(len(indices)).double()], 1)
+
+
+def test_whole_shards_are_the_same_for_any_number_of_workers_and_processes() -> None:
+    options: dict[str, Any] = {
+        "dataset": Table(),
+        "fetch": "shards",
+        "n_samples": 22,
+        "batch": 8,
+        "shards": 3,
+    }
+    alone = joined([x.steps(8) for x in all_workers(world_size=1, **options)])
+    assert_same_shards(joined([x.steps(8) for x in all_workers(world_size=2, **options)]), alone)
+    (reader,) = all_workers(world_size=1, num_workers=1, **options)
+    with reader:
+        assert_same_shards(joined([reader.steps(8)]), alone)
+    for step in alone:
+        for shard in step:
+            assert shard.batch[:, 0].tolist() == shard.sample_ids.tolist()
+    noise = [x for step in alone for shard in step for x in shard.batch[:, 1].tolist()]
+    assert len(set(noise)) == len(noise)
+    (reader,) = all_workers(world_size=1, collate_fn=lambda batch: batch * 2, **options)
+    assert torch.equal(next(iter(reader))[0].batch, alone[0][0].batch * 2)
+
+
+class Threads(Noisy):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(torch.get_num_threads())
+
+
+def test_samples_are_made_on_one_thread_wherever_that_is() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for num_workers in (0, 1):
+            with ShardLoader(Threads(4), 4, 1, group=Place(), num_workers=num_workers) as loader:
+                assert next(iter(loader))[0].batch.tolist() == [1, 1, 1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+# -- streams ------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """A stream whose epochs have different lengths and whose samples draw random numbers."""
+
+    def __init__(self, lengths: tuple[int, ...] = (10, 7, 12), broken_at: int = -1) -> None:
+        self.lengths, self.broken_at = lengths, broken_at
+        self.epoch = self.at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < self.lengths[self.epoch % len(self.lengths)]:
+            self.at += 1
+            if self.at == self.broken_at:
+                raise OSError("disk gone")
+            noise = [torch.rand(()).item(), float(np.random.rand()), random.random()]
+            yield torch.tensor([100 * self.epoch + self.at - 1, *noise], dtype=torch.float64)
+        self.epoch, self.at = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+def streams(world_size: int, batch: int, shards: int, **options: Any) -> list[StreamLoader]:
+    options = {"augment": shift, "collate_fn": noisy_collate, **options}
+    return [
+        StreamLoader(Counter(), batch, shards, group=Place(r, world_size), **options)
+        for r in range(world_size)
+    ]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 9), st.booleans(), st.data())
+def test_a_stream_resumes_anywhere_under_another_world_size(
+    shards: int, extra: int, n_steps: int, drop_last: bool, data: st.DataObject
+) -> None:
+    batch = min(shards + extra, 7)
+    before, after = (data.draw(st.integers(1, shards)) for _ in range(2))
+    straight = joined([x.steps(n_steps + 6) for x in streams(1, batch, shards, drop_last=drop_last)])
+    first = streams(before, batch, shards, drop_last=drop_last)
+    start = joined([loader.steps(n_steps) for loader in first])
+    states = {json.dumps(loader.state_dict()) for loader in first}
+    assert len(states) == 1
+    second = streams(after, batch, shards, drop_last=drop_last)
+    for loader in second:
+        loader.load_state_dict(json.loads(next(iter(states))))
+    assert_same_shards(start + joined([loader.steps(6) for loader in second]), straight)
+    for step in straight:
+        for shard in step:
+            assert shard.n_samples == (0 if shard.batch is None else len(shard.batch) - 1)
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "sizes"), [(False, [[4, 4, 2], [4, 3], [4, 4, 4]]), (True, [[4, 4], [4], [4] * 3])]
+)
+def test_epochs_of_a_stream_end_where_the_stream_says(drop_last: bool, sizes: list[list[int]]) -> None:
+    (loader,) = streams(1, 4, 2, drop_last=drop_last, collate_fn=None)
+    for epoch, expected in enumerate(sizes):
+        assert loader.epoch == epoch
+        steps = list(loader)
+        assert [sum(shard.n_samples for shard in step) for step in steps] == expected
+        seen = [int(row[0]) for step in steps for shard in step for row in shard.batch]
+        assert seen == [100 * epoch + i for i in range(sum(expected))]
+    state = loader.state_dict()
+    assert (state["epoch"], state["samples_consumed"], state["stream"]) == (3, 0, {"epoch": 3, "at": 0})
+
+
+def test_a_stream_leaves_the_callers_generators_alone() -> None:
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    expected = draw()
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    list(streams(1, 4, 2)[0])
+    assert draw() == expected
+
+
+def test_what_is_wrong_with_a_stream_is_said() -> None:
+    with pytest.raises(SpecError, match="state_dict"):
+        StreamLoader(range(4), 4, 2, group=Place())  # type: ignore[arg-type]
+    broken = StreamLoader(Counter(broken_at=6), 4, 2, group=Place())
+    assert next(broken.steps())[1].sample_ids.tolist() == [2, 3]
+    before = broken.state_dict()
+    for _ in range(2):  # the stream goes back to the start of the step
+        with pytest.raises(SpecError, match=r"sample 5 .*disk gone.*epoch 0"):
+            next(broken.steps())
+        assert broken.state_dict() == before
+    empty = StreamLoader(Counter(lengths=(0,)), 4, 2, group=Place())
+    with pytest.raises(SpecError, match="at least one step"):
+        next(empty.steps())
+    (loader,) = streams(1, 4, 2)
+    with pytest.raises(SpecError, match="shards"):
+        loader.load_state_dict(streams(1, 4, 3)[0].state_dict())
+    for name in ("stream", "stream_ended"):
+        with pytest.raises(SpecError, match=f"`{name}`.*None"):
+            loader.load_state_dict({**loader.state_dict(), name: None})
+
+
 # -- what is refused ----------------------------------------------------------------------------------------
 
 
@@ -408,6 +556,8 @@ def test_loader_processes_change_nothing_and_end() -> None:
         ({"seed": 0.5}, "got 0.5"),
         ({"num_workers": -1}, "got -1"),
         ({"prefetch_factor": 2}, "num_workers"),
+        ({"fetch": "batches"}, "batches"),
+        ({"fetch": "shards", "augment": shift}, "augment"),
         ({"global_batch_size": 11, "drop_last": True}, "got 11"),
     ],
 )
@@ -456,6 +606,7 @@ def test_damaged_states_are_refused() -> None:
     good = loader.state_dict()
     bad: list[tuple[dict[str, Any], str]] = [
         ({}, "missing"),
+        (None, "NoneType"),  # type: ignore[list-item]
         ({**good, "format_version": 2}, "format_version 1, got 2"),
         ({**good, "samples_consumed": 11}, "got 11"),
         ({**good, "samples_consumed": -4}, "got -4"),

@@ -31,10 +31,13 @@ from samestep.sharding._blocks import (
 from samestep.sharding._fetch import Shard
 from samestep.sharding._loader import ShardLoader
 from samestep.sharding._order import sample_order
+from samestep.sharding._stream import SampleStream, StreamLoader
 
 __all__ = [
+    "SampleStream",
     "Shard",
     "ShardLoader",
+    "StreamLoader",
     "counter_merges",
     "fold_order",
     "sample_order",

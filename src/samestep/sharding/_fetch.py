@@ -1,28 +1,28 @@
 """Load the samples of one shard, in this process or in a loader process, with the same result.
 
-Random numbers are keyed by (seed, epoch, sample), so neither the process that loads a sample nor what it loaded
-before can be seen in it.
+Random numbers are keyed by (seed, epoch, sample) or by the shard's place in the epoch, so neither the process that
+loads a sample nor what it loaded before can be seen in it.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from samestep.errors import SpecError
-from samestep.sharding._order import Part, private_randomness, random_key, seed_all
+from samestep.sharding._order import Part, random_key, seed_all
 
-__all__ = ["Augment", "Collate", "Failure", "Fetcher", "Shard"]
+__all__ = ["Augment", "Collate", "Failure", "Fetch", "Fetcher", "Shard", "failed"]
 
 Augment = Callable[[Any, torch.Generator], Any]
-Collate = Callable[[list[Any]], Any]
+Collate = Callable[[Any], Any]
+Fetch = Literal["samples", "shards"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Shard:
 
     Attributes:
         index: of the shard, 0 .. S-1.
-        sample_ids: (shard_samples,) int64 dataset indices, for a stream the positions in the epoch.
+        sample_ids: (shard_samples,) int64 dataset indices; for a stream, positions in the epoch.
         batch: what `collate_fn` made of the samples; None when the shard is empty.
     """
 
@@ -52,62 +52,84 @@ class Failure:
     error: SpecError
 
 
+@dataclass(frozen=True)
 class Fetcher(Dataset[Any]):
     """A dataset whose index is a `Part` and whose item is the batch of that shard."""
 
-    def __init__(
-        self, dataset: Any, seed: int, collate_fn: Collate | None, augment: Augment | None, rank: int
-    ) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.collate_fn = default_collate if collate_fn is None else collate_fn
-        self.augment = augment
-        self.rank = rank
+    dataset: Any
+    seed: int
+    collate_fn: Collate | None
+    augment: Augment | None
+    fetch: Fetch
+    rank: int
 
     def __getitem__(self, part: Part) -> Any:
         if not len(part.ids):
             return None
-        in_main = get_worker_info() is None
-        with private_randomness() if in_main else nullcontext():
-            try:
-                return self.collate(part, [self._sample(part, index) for index in part.ids.tolist()])
-            except SpecError as error:
-                if in_main:
-                    raise
-                return Failure(error)
+        try:
+            if self.fetch == "shards":
+                return self._whole(part)
+            return self.collate(part, [self._sample(part, index) for index in part.ids.tolist()])
+        except SpecError as error:
+            if get_worker_info() is None:
+                raise
+            return Failure(error)
 
     def _sample(self, part: Part, index: int) -> Any:
+        seed_all(random_key("sample", self.seed, part.epoch, index))
         try:
-            seed_all(random_key("sample", self.seed, part.epoch, index))
-            return self.augmented(self.dataset[index], part.epoch, index)
+            sample = self.dataset[index]
         except Exception as error:
-            raise self._failed(f"`dataset`: sample {index}", part, error) from error
+            raise failed("dataset", f"sample {index}", self._where(part), self.rank, error) from error
+        return self.augmented(part, sample, index)
 
-    def augmented(self, sample: Any, epoch: int, index: int) -> Any:
+    def _whole(self, part: Part) -> Any:
+        seed_all(random_key("shard", self.seed, part.epoch, part.position))
+        try:
+            batch = self.dataset[part.ids.tolist()]
+        except Exception as error:
+            raise failed("dataset", "the batch", self._where(part), self.rank, error) from error
+        return batch if self.collate_fn is None else self.collate(part, batch)
+
+    def augmented(self, part: Part, sample: Any, index: int) -> Any:
         """Return the sample after `augment`, with a generator of its own."""
         if self.augment is None:
             return sample
-        generator = torch.Generator().manual_seed(random_key("augment", self.seed, epoch, index))
-        return self.augment(sample, generator)
-
-    def collate(self, part: Part, samples: Iterable[Any]) -> Any:
-        """Return the batch of a shard; random numbers that `collate_fn` draws are keyed by the shard's place."""
+        generator = torch.Generator().manual_seed(random_key("augment", self.seed, part.epoch, index))
         try:
-            seed_all(random_key("collate", self.seed, part.epoch, part.position))
-            return self.collate_fn(list(samples))
+            return self.augment(sample, generator)
         except Exception as error:
-            raise self._failed("`collate_fn`: the batch", part, error) from error
+            raise failed("augment", f"sample {index}", self._where(part), self.rank, error) from error
 
-    def _failed(self, what: str, part: Part, error: Exception) -> SpecError:
+    def collate(self, part: Part, samples: Any) -> Any:
+        """Return the batch of a shard; random numbers that `collate_fn` draws are keyed by the shard's place."""
+        seed_all(random_key("collate", self.seed, part.epoch, part.position))
+        try:
+            return (default_collate if self.collate_fn is None else self.collate_fn)(samples)
+        except Exception as error:
+            raise failed("collate_fn", "the batch", self._where(part), self.rank, error) from error
+
+    def _where(self, part: Part) -> str:
         ids = part.ids.tolist()
         shown = str(ids) if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ... {len(ids)} in all]"
-        failure = SpecError(
-            f"{what} could not be made: {type(error).__name__}: {error} "
-            f"(rank {self.rank}, epoch {part.epoch}, shard {part.shard}, samples {shown}). "
-            "Repair the data or the function.",
-            rank=self.rank,
-            name=what.split("`")[1],
-        )
-        # A traceback does not travel between processes, its text does.
-        failure.add_note("".join(traceback.format_exception(error)))
-        return failure
+        return f"epoch {part.epoch}, shard {part.shard}, samples {shown}"
+
+
+def failed(name: str, what: str, where: str, rank: int, error: Exception) -> SpecError:
+    """Return the error that says which part of which step could not be made.
+
+    Args:
+        name: of the argument whose code failed.
+        what: it was to make.
+        where: in the epoch.
+        rank: of this worker.
+        error: as it was raised; its traceback goes along as a note, because only text travels between processes.
+    """
+    failure = SpecError(
+        f"`{name}`: {what} could not be made: {type(error).__name__}: {error} "
+        f"(rank {rank}, {where}). Repair the data or the function.",
+        rank=rank,
+        name=name,
+    )
+    failure.add_note("".join(traceback.format_exception(error)))
+    return failure

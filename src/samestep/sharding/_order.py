@@ -9,7 +9,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -69,7 +69,10 @@ def sample_order(n_samples: int, seed: int, epoch: int, shuffle: bool = True) ->
     if not shuffle:
         return np.arange(n_samples, dtype=np.int64)
     bits = np.random.Philox(key=random_key("order", seed, epoch)).random_raw(n_samples)
-    return np.argsort(bits, kind="stable").astype(np.int64, copy=False)
+    order = np.argsort(bits)  # four times faster than the stable sort, and equal to it where no two are equal
+    if (np.diff(bits[order]) == 0).any():
+        order = np.argsort(bits, kind="stable")
+    return order.astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,16 @@ class Plan:
     seed: int
     drop_last: bool
     shuffle: bool
+    _orders: dict[int, Ids] = field(default_factory=dict, repr=False, compare=False)
 
     def order(self, epoch: int) -> Ids:
-        """Return the order of an epoch's samples, (n_samples,) int64."""
-        return sample_order(self.n_samples, self.seed, epoch, self.shuffle)
+        """Return the order of an epoch's samples, (n_samples,) int64; the last two asked for are kept."""
+        if epoch not in self._orders:
+            # The reader runs ahead of the position by an epoch at most, unless epochs are very short.
+            for old in list(self._orders)[:-1]:
+                del self._orders[old]
+            self._orders[epoch] = sample_order(self.n_samples, self.seed, epoch, self.shuffle)
+        return self._orders[epoch]
 
     def step_size(self, position: int) -> int:
         """Return the samples of the global batch at this position; 0 at the end of the epoch."""
@@ -95,9 +104,9 @@ class Plan:
             return self.global_batch_size
         return 0 if self.drop_last else rest
 
-    def parts(self, order: Ids, epoch: int, position: int) -> list[Part]:
+    def parts(self, epoch: int, position: int) -> list[Part]:
         """Return this worker's part of the step at this position."""
-        size = self.step_size(position)
+        order, size = self.order(epoch), self.step_size(position)
         parts = []
         for shard in self.mine:
             cut = split(size, self.shards, shard)
@@ -108,9 +117,8 @@ class Plan:
     def endless(self, epoch: int, position: int) -> Iterator[Part]:
         """Yield this worker's parts from a position on, over all epochs to come."""
         while True:
-            order = self.order(epoch)
             while size := self.step_size(position):
-                yield from self.parts(order, epoch, position)
+                yield from self.parts(epoch, position)
                 position += size
             epoch, position = epoch + 1, 0
 

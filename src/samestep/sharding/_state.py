@@ -46,9 +46,16 @@ def check(state: Mapping[str, Any], settings: Mapping[str, Any], allow: Sequence
     """
     if unknown := sorted(set(allow) - set(settings)):
         raise SpecError(f"`allow`: expected names of {sorted(settings)}, got {unknown}.", name="allow")
+    if not isinstance(state, Mapping):
+        raise SpecError(
+            f"`state`: expected a loader's state, got {type(state).__name__}. Pass what state_dict gave.",
+            name="state",
+        )
     missing = sorted({"format_version", "epoch", "samples_consumed", *settings} - set(state))
     if missing:
-        raise SpecError(f"`state`: expected a loader's state, {missing} missing. Pass what state_dict gave.")
+        raise SpecError(
+            f"`state`: expected a loader's state, {missing} missing. Pass what state_dict gave.", name="state"
+        )
     if state["format_version"] != FORMAT_VERSION:
         raise SpecError(
             f"`state`: expected format_version {FORMAT_VERSION}, got {state['format_version']!r}. "
