@@ -33,7 +33,7 @@ class Follower(TorchScheduler):
     def _follow(self, optimizer: Optimizer, settings: Settings, base_lrs: Sequence[float] | None) -> None:
         """Take over the param groups; nothing is written and nothing listens until `_attach`."""
         self.optimizer = optimizer
-        self._last_lr: list[float] = []
+        self._last_lr: list[float] = []  # type: ignore[assignment]
         self._written: list[Any] = []  # the very objects that stand in the param groups as "lr"
         self._counts = True  # whether the update under way is one of the run
         self._set(settings)

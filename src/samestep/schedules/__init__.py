@@ -10,8 +10,11 @@ Example:
 """
 
 from samestep.schedules._base import Schedule, from_dict
+from samestep.schedules._cycles import one_cycle, trapezoid, warm_restarts
 from samestep.schedules._decays import cosine, exponential, inverse_sqrt, linear, polynomial
+from samestep.schedules._expression import parse
 from samestep.schedules._joined import constant, maximum, minimum
+from samestep.schedules._lengths import BatchSizes, Unit, length, seen
 from samestep.schedules._steps import absolute, multistep, piecewise, step
 from samestep.schedules._warmup import (
     Convention,
@@ -23,9 +26,11 @@ from samestep.schedules._warmup import (
 from samestep.schedules._with_warmup import Combination, with_warmup
 
 __all__ = [
+    "BatchSizes",
     "Combination",
     "Convention",
     "Schedule",
+    "Unit",
     "absolute",
     "constant",
     "constant_warmup",
@@ -35,13 +40,19 @@ __all__ = [
     "from_dict",
     "gradual_warmup",
     "inverse_sqrt",
+    "length",
     "linear",
     "linear_warmup",
     "maximum",
     "minimum",
     "multistep",
+    "one_cycle",
+    "parse",
     "piecewise",
     "polynomial",
+    "seen",
     "step",
+    "trapezoid",
+    "warm_restarts",
     "with_warmup",
 ]

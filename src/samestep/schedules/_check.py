@@ -10,6 +10,8 @@ from typing import Any
 
 __all__ = ["choice", "factor", "factors", "increasing", "whole"]
 
+_MOST = 2**63 - 1  # beyond it, whole numbers stop being exact in what reads our files
+
 
 def whole(name: str, value: Any, least: int = 0) -> int:
     """Return `value` as an int of at least `least`; floats and booleans are refused, so boundaries stay exact."""
@@ -17,7 +19,7 @@ def whole(name: str, value: Any, least: int = 0) -> int:
         number = operator.index(value)
     except TypeError:
         number = least - 1
-    if isinstance(value, bool) or number < least:
+    if isinstance(value, bool) or not least <= number <= _MOST:
         raise ValueError(f"`{name}`: expected a whole number of at least {least}, got {value!r}.")
     return number
 
