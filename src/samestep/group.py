@@ -18,7 +18,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -26,9 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.errors import AgreementError, GroupError, SamestepError, SpecError, WorkerError
+from samestep.environment import pick_device, read_env
+from samestep.errors import AgreementError, GroupError, SamestepError, WorkerError
 
 __all__ = ["Group"]
+
+_WORD = "samestep/failed"
 
 
 @dataclass(eq=False)
@@ -86,7 +89,7 @@ class Group:
             torch.set_num_threads(threads)
         if dist.is_available() and dist.is_initialized():
             return cls._adopt(device, timeout_seconds)
-        rank, world_size, local_rank = _read_env()
+        rank, world_size, local_rank = read_env()
         if world_size == 1:
             return cls(0, 1, local_rank, pick_device(device, local_rank), None, timeout_seconds)
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -209,6 +212,24 @@ class Group:
             dist.all_gather(parts, padded, group=self.process_group)
         return [bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, lengths)]
 
+    def abandon(self, message: str) -> None:
+        """Leave word for the others why this worker is about to raise where they cannot be asked.
+
+        They will lose contact when this worker ends, and their `WorkerError` then carries the word.
+
+        Args:
+            message: what went wrong here.
+        """
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._store.set(_WORD, f"rank {self.rank} of {self.world_size}: {message}")
+
+    def _word(self) -> str:
+        with suppress(RuntimeError):
+            if self._store is not None and self._store.check([_WORD]):
+                return str(self._store.get(_WORD).decode())
+        return "See the other workers' messages: the first that failed is the cause."
+
     def barrier(self) -> None:
         """Wait until all workers are here.
 
@@ -233,7 +254,7 @@ class Group:
                 raise
             raise WorkerError(
                 f"{what}: rank {self.rank} of {self.world_size} lost contact with another worker "
-                f"({_first_line(error)}). See the other workers' messages: the first that failed is the cause.",
+                f"({_first_line(error)}). {self._word()}",
                 rank=self.rank,
             ) from error
 
@@ -256,56 +277,6 @@ class Group:
             # A worker that leaves early breaks the others' start-up, so all leave together.
             self.barrier()
         self.close()
-
-
-def pick_device(device: str, local_rank: int) -> torch.device:
-    """Return the device of a worker.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-        local_rank: number of the worker on its machine.
-
-    Raises:
-        SpecError: unknown name, no CUDA device, or more workers than CUDA devices on this machine.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise SpecError(f"`device`: expected 'auto', 'cpu' or 'cuda', got {device!r}.", name="device")
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    n_devices = torch.cuda.device_count()
-    if local_rank >= n_devices:
-        raise SpecError(
-            f"`device`: expected a CUDA device for local rank {local_rank}, got {n_devices} on this machine. "
-            "Start fewer workers or use device='cpu'.",
-            name="device",
-            rank=local_rank,
-        )
-    return torch.device("cuda", local_rank)
-
-
-def _read_env() -> tuple[int, int, int]:
-    names = ("RANK", "WORLD_SIZE")
-    given = [name for name in names if name in os.environ]
-    if not given:
-        return 0, 1, 0
-    if len(given) == 1:
-        missing = next(name for name in names if name not in os.environ)
-        raise GroupError(
-            f"environment: {given[0]} is set but {missing} is not. Start with torchrun or with "
-            "`samestep train --workers N`, or unset it for a single process."
-        )
-    values = {}
-    for name in (*names, "LOCAL_RANK"):
-        text = os.environ.get(name, "0")
-        if not text.isdigit():
-            raise GroupError(f"environment: {name}: expected a whole number, got {text!r}.")
-        values[name] = int(text)
-    if not values["RANK"] < values["WORLD_SIZE"]:
-        raise GroupError(
-            f"environment: RANK={values['RANK']} does not fit WORLD_SIZE={values['WORLD_SIZE']}: "
-            "ranks go from 0 to WORLD_SIZE - 1."
-        )
-    return values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"]
 
 
 def _name_ranks(found: list[str], world_size: int) -> str:

@@ -107,6 +107,10 @@ class Weights:
             )
         return total
 
+    def set_total(self, total: float) -> None:
+        """Give the total weight of this update, where the caller already knows it."""
+        self._total = total
+
     def layout(self) -> Layout:
         """Return the tree over ranks: one shard per worker."""
         if self._layout is None:
@@ -165,7 +169,10 @@ def weighted_mean(weights: Weights, bucket: dist.GradBucket) -> Future[Tensor]:
         return _done(_settled(flat, total, bucket.buffer()))
     work = dist.all_reduce(flat, group=weights.group.process_group, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: _settled(future.value()[0], total, bucket.buffer()))
+    reduced: Future[Tensor] = work.get_future().then(
+        lambda future: _settled(future.value()[0], total, bucket.buffer())
+    )
+    return reduced
 
 
 def ordered_mean(weights: Weights, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -23,7 +23,15 @@ from samestep.errors import SpecError
 from samestep.group import Group
 from samestep.pooling import Pool, ReduceOp, alone
 
-__all__ = ["broadcast_object", "broadcast_tensor", "ordered_sum", "pool", "reduce", "weighted_mean"]
+__all__ = [
+    "broadcast_object",
+    "broadcast_tensor",
+    "gather_parts",
+    "ordered_sum",
+    "pool",
+    "reduce",
+    "weighted_mean",
+]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -51,7 +59,7 @@ def ordered_sum(tensor: Tensor, group: Group) -> Tensor:
     """
     if group.world_size == 1:
         return tensor.clone()
-    parts = _gather(tensor, group)
+    parts = gather_parts(tensor, group)
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -216,8 +224,17 @@ class _GroupPool:
         self._group.agree(ok, message, SpecError)
 
 
-def _gather(tensor: Tensor, group: Group) -> list[Tensor]:
-    """Return every worker's tensor, by rank."""
+def gather_parts(tensor: Tensor, group: Group) -> list[Tensor]:
+    """Return every worker's tensor, by rank.
+
+    Args:
+        tensor: same shape and dtype on all workers.
+        group: the workers.
+
+    Collective: all ranks of `group`.
+    """
+    if group.world_size == 1:
+        return [tensor]
     mine = tensor.detach().contiguous()
     parts = [torch.empty_like(mine) for _ in range(group.world_size)]
     if mine.numel():
