@@ -157,7 +157,7 @@ def _open_torch(path: Path, id_column: str | None, embedding_column: str | None)
             path,
             "expected a torch file with tensors, lists and dicts only, got other content. Save plain tensors",
         )
-    except RuntimeError as error:
+    except Exception as error:  # torch runs its unpickler on any bytes, and that can fail in any way
         _refuse_damaged(path, error)
     if isinstance(content, torch.Tensor):
         _refuse_names(path, id_column, embedding_column)

@@ -59,7 +59,8 @@ def open_table(path: Path, id_column: str | None, embedding_column: str | None) 
     dtype = {"halffloat": "float16", "float": "float32", "double": "float64"}.get(str(column_type.value_type))
     if dtype is None:
         refuse_dtype(path, str(column_type.value_type))
-    check_shape(path, (n_rows, 1))
+    if n_rows == 0:
+        refuse(path, "expected at least one row, got 0. Give another file")
     dim = _list_lengths(_read_column(path, name, 0, 1), path, 0)
     check_shape(path, (n_rows, dim))
     return Source(
