@@ -202,8 +202,8 @@ def every_change(times: int = 1) -> Policy:
     of 0 clears the history, as it does in the velocity form.
 
     Args:
-        times: how many times over the factor is applied. 1 is right; the VRD trainer on n devices did it n times, by a
-            mistake that only an exact repetition of its runs wants back.
+        times: how many times over the factor is applied. 1 is right; the VRD trainer on n devices did it n times,
+            by a mistake that only an exact repetition of its runs wants back.
 
     Raises:
         ValueError: when `times` is no integer of at least 1.
