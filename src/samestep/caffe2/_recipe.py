@@ -52,7 +52,7 @@ class Recipe:
 
     `family` is the kind of trainer; `base_lr` the rate at factor 1; `schedule` the factor by 0-based step, warm-up
     included; `momentum` the policy for the momentum history; `param_groups` the rules by kind of parameter;
-    `total_steps` and `global_batch_size` the length in updates and the images per update; `momentum_factor` and
+    `total_steps` and `global_batch_size` the length in updates and the images per update; `sgd_momentum` and
     `nesterov` the settings of SGD; `second_lr_factor` VRD's LR_FACTOR, for parameters named in `build`; `faithful`
     the defects that were asked for.
     """
@@ -64,17 +64,17 @@ class Recipe:
     param_groups: GroupRules
     total_steps: int
     global_batch_size: int
-    momentum_factor: float
+    sgd_momentum: float
     nesterov: bool
     second_lr_factor: float = 1.0
     faithful: tuple[str, ...] = ()
-    solver: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    solver: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def lr(self, step: int) -> float:
         """Return the rate that the original used at this update, as the float32 number that it fed to its net.
 
-        It is computed in the original's own order of operations, so that it equals ``base_lr * schedule(step)`` up to
-        the rounding to float32. Past the end of the run, the last rate stays (a cosine climbs again, as there).
+        It is computed in the original's own order of operations, and equals ``base_lr * schedule(step)`` up to the
+        rounding to float32. Past the end of the run, the last rate stays (a cosine climbs again, as there).
 
         Args:
             step: updates applied before, from 0.
@@ -107,18 +107,18 @@ class Recipe:
             lr_factors=dict.fromkeys(second_lr_params, self.second_lr_factor),
             **asdict(self.param_groups),
         )
-        optimizer = VelocitySGD(
-            groups, lr=self.base_lr, momentum=self.momentum_factor, nesterov=self.nesterov
-        )
+        # With a momentum of 0 Nesterov's step is the plain one, and the optimizer refuses to be told otherwise.
+        nesterov = self.nesterov and self.sgd_momentum > 0.0
+        optimizer = VelocitySGD(groups, lr=self.base_lr, momentum=self.sgd_momentum, nesterov=nesterov)
         return optimizer, LRScheduler(optimizer, self.schedule, momentum=self.momentum)
 
 
 def read_recipe(path: str | Path, family: Family | None = None, faithful: Sequence[str] = ()) -> Recipe:
-    """Read the SOLVER part of a YAML file of Detectron, Large-Scale-VRD, fair_self_supervision or video-nonlocal-net.
+    """Read the SOLVER part of a YAML file of Detectron, Large-Scale-VRD, self-supervision or video-nonlocal-net.
 
     Keys left out take the value that the original takes. Each family keeps its conventions: Detectron and nonlocal
-    count iterations from 0 and the others from 1, warm-ups multiply, replace or hide the schedule, Detectron and VRD
-    double the rate of biases and do not decay them. Known defects are not repeated unless named.
+    count iterations from 0 and the others from 1, warm-ups multiply, replace or hide the schedule, Detectron and
+    VRD double the rate of biases and do not decay them. Known defects are not repeated unless named.
 
     Args:
         path: the file.
@@ -147,7 +147,7 @@ def read_recipe(path: str | Path, family: Family | None = None, faithful: Sequen
         param_groups=_rules(values, config, family, faithful),
         total_steps=values["MAX_ITER"] if "MAX_ITER" in values else values["NUM_ITERATIONS"],
         global_batch_size=_batch(config, family),
-        momentum_factor=values["MOMENTUM"],
+        sgd_momentum=values["MOMENTUM"],
         nesterov=values.get("NESTEROV", False) and "vrd_plain_momentum" not in faithful,
         second_lr_factor=values.get("LR_FACTOR", 1.0),
         faithful=tuple(faithful),
