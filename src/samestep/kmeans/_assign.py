@@ -1,0 +1,247 @@
+"""Nearest centroid of each row, in blocks of one fixed shape.
+
+A matrix product may add up in another order when its shape changes. So each product has 1,024 rows, the last
+block of a piece padded, and the centroids are cut in panels of at most 512: a row's scores have the same bits
+wherever the row stands, and a block of scores stays in the cache. The score of row x for centroid c is
+|c|^2 / 2 - x c, which orders the centroids as the distance does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from samestep.kmeans._frame import Frame, centroid_frame
+from samestep.kmeans._points import BLOCK_ROWS, Points, as_points, each_piece
+
+__all__ = [
+    "Assigner",
+    "Codes",
+    "Nearest",
+    "assign",
+    "assign_pieces",
+    "check_centroids",
+    "row_distances",
+    "thread_count",
+]
+
+_PANEL = 512
+_FAR = 2.0**40
+
+Codes = npt.NDArray[np.int32]
+
+
+def assign(points: object, centroids: Tensor, *, n_threads: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return each row's nearest centroid and its squared distance to it.
+
+    Ties go to the lowest index. Distances are compared in float32 around the centroids' mean, so that a common
+    offset does no harm; the distance returned is that of the row to its own centroid, taken directly, so it is
+    0 for a row equal to its centroid. A row's answer depends on that row and on the centroids only.
+
+    Args:
+        points: (n_points, dim) float tensor, array or memmap, or an iterable of such chunks.
+        centroids: (n_centroids, dim) finite float tensor.
+        n_threads: threads to use; torch's number by default.
+
+    Returns:
+        codes: (n_points,) int64.
+        squared_distances: (n_points,) float32, infinite where it leaves the range of float32.
+
+    Raises:
+        ValueError: when shapes do not fit or a value is not finite; names the row.
+
+    Numerics: each row alone, float32.
+
+    Example:
+        >>> codes, distances = assign(torch.tensor([[0.0], [9.0]]), torch.tensor([[1.0], [7.0]]))
+        >>> codes.tolist(), distances.tolist()
+        ([0, 1], [1.0, 4.0])
+    """
+    table = check_centroids(centroids)
+    codes, distances, frame = assign_pieces(as_points(points), table, thread_count(n_threads))
+    return codes.long(), (distances / frame.scale / frame.scale).float()
+
+
+def assign_pieces(
+    points: Points, centroids: Tensor, n_threads: int, given: Codes | None = None
+) -> tuple[Tensor, Tensor, Frame]:
+    """Return int32 codes, float64 squared distances in the frame of the centroids, and that frame.
+
+    With `given` codes, no search is made.
+    """
+    search = Assigner(centroids, n_threads)
+    found: list[tuple[int, Codes, Tensor]] = []
+
+    def work(thread: int, start: int, rows: Tensor) -> None:
+        if rows.shape[0]:
+            codes = None if given is None else given[start : start + rows.shape[0]]
+            found.append((start, *search.measure(rows, start, thread, codes)))
+
+    each_piece(points, work, n_threads)
+    found.sort(key=lambda item: item[0])
+    if not found:
+        return torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.float64), search.frame
+    return (
+        torch.from_numpy(np.concatenate([codes for _, codes, _ in found])),
+        torch.cat([distances for _, _, distances in found]),
+        search.frame,
+    )
+
+
+class Assigner:
+    """Codes and distances of raw rows, in the frame that the centroids choose.
+
+    Args:
+        centroids: (n_centroids, dim) finite, in the units of the rows.
+        n_threads: how many threads will ask.
+    """
+
+    def __init__(self, centroids: Tensor, n_threads: int) -> None:
+        self.frame = centroid_frame(centroids)
+        self._centroids = centroids
+        self._table = self.frame.prepare(centroids)
+        self._search = Nearest(self._table, n_threads)
+
+    def codes(self, rows: Tensor, start: int, thread: int) -> Codes:
+        """Return (n_rows,) codes; raises ValueError naming a row that is not finite, counted from `start`."""
+        prepared, far = self._prepare(rows, start)
+        codes = self._search.codes(prepared, thread)
+        if far is not None:
+            codes[far] = self._from_afar(rows[torch.from_numpy(far)])[0]
+        return codes
+
+    def measure(self, rows: Tensor, start: int, thread: int, given: Codes | None) -> tuple[Codes, Tensor]:
+        """Return codes and (n_rows,) float64 squared distances in the frame."""
+        prepared, far = self._prepare(rows, start)
+        codes = self._search.codes(prepared, thread) if given is None else given
+        distances = row_distances(prepared, self._table, codes)
+        if far is not None and given is None:
+            apart = torch.from_numpy(far)
+            codes[far], distances[apart] = self._from_afar(rows[apart])
+        return codes, distances
+
+    def _prepare(self, rows: Tensor, start: int) -> tuple[Tensor, npt.NDArray[np.intp] | None]:
+        if rows.shape[1] != self._table.shape[1]:
+            dim = self._table.shape[1]
+            raise ValueError(f"`points`: expected dim {dim} as the centroids have, got {rows.shape[1]}.")
+        prepared = self.frame.prepare(rows)
+        low, high = prepared.aminmax() if prepared.numel() else (torch.zeros(()), torch.zeros(()))
+        if float(torch.maximum(-low, high)) <= _FAR:
+            return prepared, None
+        finite = rows.isfinite().all(1)
+        if not bool(finite.all()):
+            row = start + int((~finite).nonzero()[0, 0])
+            raise ValueError(f"`points`: expected finite rows, got a value that is not finite in row {row}.")
+        return prepared, np.flatnonzero((prepared.abs().amax(1) > _FAR).numpy())
+
+    def _from_afar(self, rows: Tensor) -> tuple[Codes, Tensor]:
+        """Search in float64 for rows so far from all centroids that squares leave the range of float32."""
+        codes, distances = np.empty(rows.shape[0], dtype=np.int32), torch.empty(rows.shape[0]).double()
+        table = self._centroids.double()
+        for number, row in enumerate(rows.double()):
+            unit = row.abs().amax()
+            gaps = (table / unit - row / unit).square().sum(1)
+            codes[number] = int(gaps.argmin())
+            distances[number] = gaps.amin() * (unit * self.frame.scale) ** 2
+        return codes, distances
+
+
+class Nearest:
+    """Search among fixed centroids, with one score buffer for each thread.
+
+    Args:
+        table: (n_centroids, dim) float32, in the frame of the rows to come.
+        n_threads: how many threads will search.
+    """
+
+    def __init__(self, table: Tensor, n_threads: int) -> None:
+        half = table.double().square().sum(1).mul_(0.5).float()
+        self._same = _first_copies(table, half)
+        self._panels = [
+            (begin, table[begin : begin + _PANEL].t().neg().contiguous(), half[begin : begin + _PANEL].contiguous())
+            for begin in range(0, table.shape[0], _PANEL)
+        ]  # fmt: skip
+        width = min(_PANEL, table.shape[0])
+        self._scores = [torch.empty(BLOCK_ROWS * width) for _ in range(n_threads)]
+        self._rows = np.arange(BLOCK_ROWS)
+
+    def codes(self, rows: Tensor, thread: int = 0) -> Codes:
+        """Return (n_rows,) int32 codes of prepared rows; any number of rows."""
+        n_rows = rows.shape[0]
+        codes = np.empty(n_rows, dtype=np.int32)
+        for begin in range(0, n_rows, BLOCK_ROWS):
+            block = rows[begin : begin + BLOCK_ROWS]
+            n_block = block.shape[0]
+            if n_block < BLOCK_ROWS:
+                padded = torch.zeros(BLOCK_ROWS, rows.shape[1])
+                padded[:n_block] = block
+                block = padded
+            codes[begin : begin + n_block] = self._block(block, thread)[:n_block]
+        return codes if self._same is None else self._same[codes]
+
+    def _block(self, block: Tensor, thread: int) -> npt.NDArray[np.intp]:
+        best: npt.NDArray[np.float32] | None = None
+        codes: npt.NDArray[np.intp] = self._rows
+        for begin, panel, half in self._panels:
+            scores = self._scores[thread][: BLOCK_ROWS * half.shape[0]].view(BLOCK_ROWS, half.shape[0])
+            torch.addmm(half, block, panel, out=scores)
+            # numpy's argmin is vectorized, torch's on CPU is not; the view shares the buffer.
+            view = scores.numpy()
+            nearest = view.argmin(axis=1)
+            if len(self._panels) == 1:
+                return nearest
+            lowest = view[self._rows, nearest]
+            if best is None:
+                best, codes = lowest, nearest
+            else:
+                better = lowest < best
+                best = np.where(better, lowest, best)
+                codes = np.where(better, nearest + begin, codes)
+        return codes
+
+
+def row_distances(rows: Tensor, table: Tensor, codes: Codes) -> Tensor:
+    """Return (n_rows,) float64 squared distances |row - table[code]|^2 of prepared rows, taken directly."""
+    distances = torch.empty(rows.shape[0], dtype=torch.float64)
+    difference = torch.zeros(BLOCK_ROWS, rows.shape[1])
+    chosen = torch.from_numpy(codes.astype(np.int64))
+    for begin in range(0, rows.shape[0], BLOCK_ROWS):
+        block = rows[begin : begin + BLOCK_ROWS]
+        n_block = block.shape[0]
+        # Always summed over a full block, since the shape may decide the order of the sum.
+        torch.sub(block, table[chosen[begin : begin + n_block]], out=difference[:n_block])
+        distances[begin : begin + n_block] = difference.square_().sum(1)[:n_block]
+    return distances
+
+
+def check_centroids(centroids: Tensor, name: str = "centroids") -> Tensor:
+    """Return detached CPU centroids, or raise ValueError when they are no finite float matrix."""
+    if not isinstance(centroids, Tensor) or centroids.ndim != 2 or 0 in centroids.shape:
+        shape = tuple(centroids.shape) if isinstance(centroids, Tensor) else type(centroids).__name__
+        raise ValueError(f"`{name}`: expected a tensor (n_centroids, dim), got {shape}.")
+    if not centroids.dtype.is_floating_point:
+        raise ValueError(f"`{name}`: expected a float tensor, got {centroids.dtype}.")
+    table = centroids.detach().cpu()
+    if not bool(table.isfinite().all()):
+        row = int((~table.isfinite().all(1)).nonzero()[0, 0])
+        raise ValueError(f"`{name}`: expected finite values, got one that is not in row {row}.")
+    return table
+
+
+def thread_count(n_threads: int | None) -> int:
+    """Return how many threads to use; torch's number by default."""
+    if n_threads is None:
+        return torch.get_num_threads()
+    if n_threads < 1:
+        raise ValueError(f"`n_threads`: expected at least 1, got {n_threads}.")
+    return n_threads
+
+
+def _first_copies(table: Tensor, half: Tensor) -> npt.NDArray[np.int32] | None:
+    """Map each centroid to the first one equal to it, or return None when all differ."""
+    if len(np.unique(half.numpy())) == table.shape[0]:
+        return None
+    _, first, inverse = np.unique((table + 0.0).numpy(), axis=0, return_index=True, return_inverse=True)
+    return first[inverse.reshape(-1)].astype(np.int32)

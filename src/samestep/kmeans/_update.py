@@ -1,0 +1,111 @@
+"""Sums of rows by code that do not depend on the order, so neither on the split over workers nor on threads.
+
+Each value is rounded once to a grid on which every partial sum is exact in float64. Exact sums can also be
+corrected: a row that changes its code is subtracted here and added there, and the sums stay those of a fresh
+start. Late in a run few rows move, and an update costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from samestep.kmeans._frame import rounding_term
+from samestep.pooling import Pool
+
+__all__ = ["ExactSums", "exact_total", "grid_weights", "pool_exact"]
+
+_BUDGET_BYTES = 1 << 26
+_PART_ELEMENTS = 1 << 17
+
+
+class ExactSums:
+    """(n_centroids, dim) float64 sums of weighted rows.
+
+    Args:
+        n_centroids: rows of the table.
+        dim: columns of the table.
+        max_abs: largest |weight * value| over all workers.
+        n_points: rows of all workers.
+        n_threads: threads that will move rows.
+    """
+
+    def __init__(self, n_centroids: int, dim: int, max_abs: float, n_points: int, n_threads: int) -> None:
+        size = max(n_centroids * dim * 8, 1)
+        n_tables = min(max(_BUDGET_BYTES // size, 1), n_threads)
+        self._tables = [torch.zeros(n_centroids, dim, dtype=torch.float64) for _ in range(n_tables)]
+        self._locks = [threading.Lock() for _ in range(n_tables)]
+        self._term = rounding_term(max_abs, n_points)
+        self._part = max(_PART_ELEMENTS // dim, 16)
+
+    def move(
+        self,
+        rows: Tensor,
+        old: npt.NDArray[np.int32],
+        new: npt.NDArray[np.int32],
+        weights: Tensor | None,
+        thread: int,
+    ) -> int:
+        """Take rows out of the sums of their old codes, add them to the new ones; return how many moved.
+
+        Args:
+            rows: (n_rows, dim) float32, prepared.
+            old: (n_rows,) codes they are counted under, -1 for none.
+            new: (n_rows,) codes to count them under.
+            weights: (n_rows,) float64 or None.
+            thread: picks the table.
+        """
+        moved = np.flatnonzero(old != new)
+        table, lock = self._tables[thread % len(self._tables)], self._locks[thread % len(self._tables)]
+        for begin in range(0, len(moved), self._part):
+            part = moved[begin : begin + self._part]
+            index = torch.from_numpy(part)
+            values = rows[index].double() if len(part) < rows.shape[0] else rows.double()
+            if weights is not None:
+                values.mul_(weights[index].unsqueeze(1))
+            values.add_(self._term).sub_(self._term)
+            before = old[part]
+            known = np.flatnonzero(before >= 0)
+            with lock:
+                table.index_add_(0, torch.from_numpy(new[part].astype(np.int64)), values)
+                if len(known):
+                    out = values if len(known) == len(part) else values[torch.from_numpy(known)]
+                    table.index_add_(0, torch.from_numpy(before[known].astype(np.int64)), out, alpha=-1)
+        return len(moved)
+
+    def total(self, pool: Pool) -> Tensor:
+        """Return the (n_centroids, dim) float64 sums over all workers; the tables keep counting.
+
+        Collective: all workers call it.
+        """
+        first = self._tables[0]
+        for other in self._tables[1:]:
+            first += other
+            other.zero_()
+        return pool_exact(first, self._term, pool)
+
+
+def grid_weights(weights: Tensor, max_weight: float, n_points: int) -> Tensor:
+    """Round (n_points,) float64 weights to a grid on which their sums are exact."""
+    term = rounding_term(max_weight, n_points)
+    return (weights + term) - term
+
+
+def exact_total(values: Tensor, term: float) -> Tensor:
+    """Return the (1,) float64 sum of values, each rounded to the grid of `term`."""
+    return ((values + term) - term).sum().reshape(1)
+
+
+def pool_exact(sums: Tensor, term: float, pool: Pool) -> Tensor:
+    """Return float64 sums over all workers of exact sums on the grid of `term`.
+
+    As integers, so that any transport may add them in any order.
+
+    Collective: all workers call it.
+    """
+    unit = term / 1.5 * 2.0**-52
+    return pool((sums / unit).long()).double().mul_(unit)
