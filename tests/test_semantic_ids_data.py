@@ -168,6 +168,15 @@ def test_zero_rows_are_counted_or_refused(tmp_path: Path) -> None:
     fails(tmp_path / "a.npy", "zeros only", "row 2, id 2", zero_rows="refuse")
 
 
+def test_zero_rows_are_counted_over_all_blocks_of_the_check(tmp_path: Path) -> None:
+    rows = matrix(20_000, 1)
+    rows[[3, 9_000, 19_999]] = 0
+    np.save(tmp_path / "a.npy", rows)
+    items = data.read_embeddings(tmp_path / "a.npy")
+    assert items.n_zero_rows == 3
+    assert [items.part(rank, 2).n_zero_rows for rank in range(2)] == [2, 1]
+
+
 def test_repeated_id_names_the_id_and_both_rows(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", ["x", "y", "z"], matrix(3))
     write_table(tmp_path / "b.parquet", ["w", "z", "y"], matrix(3))

@@ -118,6 +118,12 @@ def test_equal_content_gives_equal_bytes_and_nothing_beside(
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
+def test_order_of_metadata_plays_no_part(tmp_path: Path) -> None:
+    for name, facts in (("a", {"seed": 1, "kind": "rvq"}), ("b", {"kind": "rvq", "seed": 1})):
+        outputs.write_codebooks(tmp_path / name, LEVELS, metadata=facts)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
