@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
+from samestep import launch
 from samestep.errors import SpecError
 from samestep.sharding import (
     Shard,
@@ -29,6 +32,7 @@ from samestep.sharding import (
     subtrees,
     tree_fold,
 )
+from samestep.sharding._order import Plan
 
 
 @dataclass
@@ -247,6 +251,19 @@ def test_all_orders_of_four_samples_are_about_as_likely() -> None:
     assert chi_squared < 49.7  # 23 degrees of freedom, p = 0.001
 
 
+def test_equal_bits_keep_the_order_of_the_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = np.tile(np.array([7, 3, 3, 5], dtype=np.uint64), 50)
+    monkeypatch.setattr(np.random, "Philox", lambda key: SimpleNamespace(random_raw=lambda n: bits[:n]))
+    assert sample_order(200, 0, 0).tolist() == sorted(range(200), key=lambda i: (bits[i], i))
+
+
+def test_orders_of_past_epochs_are_let_go() -> None:
+    plan = Plan(10, 4, 2, range(2), seed=0, drop_last=False, shuffle=True)
+    for epoch in range(5):
+        assert (plan.order(epoch) == sample_order(10, 0, epoch)).all()
+        assert set(plan._orders) == {max(epoch - 1, 0), epoch}
+
+
 # -- the loader ---------------------------------------------------------------------------------------------
 
 
@@ -389,6 +406,20 @@ def test_loader_processes_change_nothing_and_end() -> None:
     assert_same_shards(joined([one.steps(6) for one in resumed]), straight[2:])
     for one in resumed:
         one.close()
+
+
+def three_epochs(group: Any, state: dict[str, Any]) -> tuple[list[list[Shard]], dict[str, Any]]:
+    loader = ShardLoader(Noisy(22), 8, 5, group=group, augment=shift, seed=7)
+    loader.load_state_dict(state)
+    return list(loader.steps(7)), loader.state_dict()
+
+
+def test_real_workers_get_the_shards_of_one() -> None:
+    alone = ShardLoader(Noisy(22), 8, 5, group=Place(), augment=shift, seed=7)
+    list(alone.steps(2))
+    results = launch.run(three_epochs, 3, alone.state_dict(), timeout_seconds=120)
+    assert_same_shards(joined([steps for steps, _ in results]), list(alone.steps(7)))
+    assert [state for _, state in results] == [alone.state_dict()] * 3
 
 
 class Table:
@@ -542,12 +573,18 @@ def test_what_is_wrong_with_a_stream_is_said() -> None:
 # -- what is refused ----------------------------------------------------------------------------------------
 
 
+class Endless(IterableDataset[int]):
+    def __len__(self) -> int:
+        return 10
+
+
 @pytest.mark.parametrize(
     ("change", "fragment"),
     [
         ({"dataset": []}, "none"),
         ({"dataset": iter([1])}, "__len__"),
         ({"dataset": {1, 2}}, "__getitem__"),
+        ({"dataset": Endless()}, "StreamLoader"),
         ({"global_batch_size": 1}, "shards=2, got 1"),
         ({"group": Place(0, 3)}, "world_size=3, got 2"),
         ({"group": Place(3, 2)}, "got 3"),
@@ -599,6 +636,13 @@ def test_a_state_of_other_settings_is_refused_with_both_values(name: str, change
     other.load_state_dict(saved.state_dict(), allow=(name,))
     assert other.samples_consumed == 4
     list(other.steps(4))
+
+
+def test_a_daemonic_process_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(daemon=True))
+    ShardLoader(range(10), 4, 2, group=Place())
+    with pytest.raises(SpecError, match="daemonic"):
+        ShardLoader(range(10), 4, 2, group=Place(), num_workers=1)
 
 
 def test_damaged_states_are_refused() -> None:

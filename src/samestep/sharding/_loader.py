@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.errors import SpecError
 from samestep.sharding._blocks import shard_range, whole
@@ -91,7 +92,7 @@ class ShardLoader(Steps):
         self._plan = Plan(n_samples, batch, shards, mine, seed, bool(drop_last), bool(shuffle))
         _check_fetch(fetch, augment)
         self._fetcher = Fetcher(dataset, seed, collate_fn, augment, fetch, group.rank)
-        self._num_workers = whole("num_workers", num_workers, 0)
+        self._num_workers = _processes(num_workers)
         self._prefetch_factor = _prefetch(prefetch_factor, self._num_workers)
         self._pin_memory = pin_memory
         self._dataset_facts = describe_dataset(dataset, n_samples)
@@ -160,6 +161,11 @@ class ShardLoader(Steps):
 
 
 def _length(dataset: Any) -> int:
+    if isinstance(dataset, IterableDataset):  # it has a __getitem__ that only raises, and often a __len__
+        raise SpecError(
+            f"`dataset`: expected a map-style dataset, got the iterable {type(dataset).__name__}. Use StreamLoader.",
+            name="dataset",
+        )
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise SpecError(
@@ -184,6 +190,17 @@ def _check_fetch(fetch: Fetch, augment: Augment | None) -> None:
             "Augment in the dataset or in collate_fn.",
             name="augment",
         )
+
+
+def _processes(num_workers: int) -> int:
+    n_processes = whole("num_workers", num_workers, 0)
+    if n_processes and multiprocessing.current_process().daemon:
+        raise SpecError(
+            f"`num_workers`: expected 0 in a daemonic process, which may not start others, got {n_processes}. "
+            "Load in this process, or start this worker with daemon=False (torchrun does).",
+            name="num_workers",
+        )
+    return n_processes
 
 
 def _prefetch(prefetch_factor: int | None, num_workers: int) -> int | None:
