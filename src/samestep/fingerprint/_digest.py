@@ -13,6 +13,8 @@ __all__ = ["check", "digests", "mix", "on_device", "words_of"]
 
 _ROW_BYTES = 4160
 _COLUMNS = 16
+_SMALL_BYTES = 32 * _ROW_BYTES  # below this, one product for many parts is faster than one each
+_PACK = 256  # parts in one product: bounds the copy that it needs to some 34 MB
 _MIX = 0x1E3779B97F4A7C15  # odd multipliers below 2**63; products wrap around modulo 2**64 on every device
 _REMIX = 0x3F58476D1CE4E5B9
 
@@ -30,8 +32,7 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
     """Return the digests (n, 2) of tensors that share a device; small ones share their kernel launches."""
     with torch.no_grad():
         sums = _row_sums([_bytes(t) for t in tensors])
-        while any(len(rows) > 1 for rows in sums):
-            again = [i for i, rows in enumerate(sums) if len(rows) > 1]
+        while again := [i for i, rows in enumerate(sums) if rows.shape[0] > 1]:
             for i, rows in zip(again, _row_sums([sums[i].view(torch.uint8).view(-1) for i in again])):
                 sums[i] = rows
         last = torch.cat(sums).long()  # (n, 16)
@@ -50,19 +51,31 @@ def _bytes(t: Tensor) -> Tensor:
 
 def _row_sums(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return, for each part (n_bytes,), its keyed row sums (n_rows, 16) int32; at least one row each."""
-    cuts = [len(part) // _ROW_BYTES * _ROW_BYTES for part in parts]
-    ragged = [i for i, part in enumerate(parts) if cuts[i] < len(part) or not len(part)]
-    device = parts[0].device
-    padded = torch.zeros(len(ragged), _ROW_BYTES, dtype=torch.uint8, device=device)
-    for row, i in zip(padded, ragged):
-        row[: len(parts[i]) - cuts[i]] = parts[i][cuts[i] :]
-    sums: list[list[Tensor]] = [
-        [_product(part[:cut])] if cut else [] for part, cut in zip(parts, cuts, strict=True)
-    ]
-    if ragged:
-        for i, row in zip(ragged, _product(padded.view(-1))):
-            sums[i].append(row[None])
+    sums: list[list[Tensor]] = [[] for _ in parts]
+    small: list[tuple[int, Tensor, int]] = []  # part number, its bytes outside whole rows, their number
+    for i, part in enumerate(parts):
+        n_bytes = part.numel()
+        n_whole = n_bytes // _ROW_BYTES if n_bytes >= _SMALL_BYTES else 0
+        if n_whole:
+            sums[i].append(_product(part[: n_whole * _ROW_BYTES]))
+        if not n_whole or n_bytes > n_whole * _ROW_BYTES:
+            rest = part[n_whole * _ROW_BYTES :] if n_whole else part
+            small.append((i, rest, n_bytes - n_whole * _ROW_BYTES))
+    for at in range(0, len(small), _PACK):
+        group = small[at : at + _PACK]
+        for (i, _, _), rows in zip(group, _packed_product(group), strict=True):
+            sums[i].append(rows)
     return [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in sums]
+
+
+def _packed_product(small: Sequence[tuple[int, Tensor, int]]) -> Sequence[Tensor]:
+    """Return the row sums of many small parts from one product, each part padded with zeros to whole rows."""
+    n_rows = [max(1, -(-n_bytes // _ROW_BYTES)) for _, _, n_bytes in small]
+    zeros = small[0][1].new_zeros(_ROW_BYTES)
+    pieces: list[Tensor] = []
+    for (_, part, n_bytes), n in zip(small, n_rows, strict=True):
+        pieces += [part, zeros[: n * _ROW_BYTES - n_bytes]]
+    return torch.split_with_sizes(_product(torch.cat(pieces)), n_rows)
 
 
 def _product(flat: Tensor) -> Tensor:
@@ -72,12 +85,12 @@ def _product(flat: Tensor) -> Tensor:
         return _integer_product(rows)
     # Sums stay below 4160 * 128 * 63 < 2**26, so that float64 holds them exactly in any order.
     keys = _keys(rows.device).double()
-    blocks = [rows[at : at + 128].double() @ keys for at in range(0, len(rows), 128)]
+    blocks = [rows[at : at + 128].double() @ keys for at in range(0, rows.shape[0], 128)]
     return torch.cat(blocks).int()
 
 
 def _integer_product(rows: Tensor) -> Tensor:
-    n_rows = len(rows)
+    n_rows = rows.shape[0]
     if rows.is_cuda and n_rows < 32:  # its kernels refuse 16 rows and fewer
         rows = torch.cat([rows, rows.new_zeros(32 - n_rows, _ROW_BYTES)])
     return torch._int_mm(rows, _keys(rows.device))[:n_rows]
