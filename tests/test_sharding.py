@@ -573,7 +573,10 @@ def test_what_is_wrong_with_a_stream_is_said() -> None:
 # -- what is refused ----------------------------------------------------------------------------------------
 
 
-class Endless(IterableDataset[int]):
+class Iterable(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
     def __len__(self) -> int:
         return 10
 
@@ -584,7 +587,7 @@ class Endless(IterableDataset[int]):
         ({"dataset": []}, "none"),
         ({"dataset": iter([1])}, "__len__"),
         ({"dataset": {1, 2}}, "__getitem__"),
-        ({"dataset": Endless()}, "StreamLoader"),
+        ({"dataset": Iterable()}, "StreamLoader"),
         ({"global_batch_size": 1}, "shards=2, got 1"),
         ({"group": Place(0, 3)}, "world_size=3, got 2"),
         ({"group": Place(3, 2)}, "got 3"),

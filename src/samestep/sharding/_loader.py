@@ -163,7 +163,7 @@ class ShardLoader(Steps):
 def _length(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset):  # it has a __getitem__ that only raises, and often a __len__
         raise SpecError(
-            f"`dataset`: expected a map-style dataset, got the iterable {type(dataset).__name__}. Use StreamLoader.",
+            f"`dataset`: expected a map-style dataset, got iterable {type(dataset).__name__}. Use StreamLoader.",
             name="dataset",
         )
     for method in ("__len__", "__getitem__"):
