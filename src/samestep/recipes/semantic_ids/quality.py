@@ -65,33 +65,20 @@ def measure(
         >>> found["after_resolving"]["distinct"], round(found["levels"][1]["perplexity"], 3)
         (4, 1.755)
     """
-    ids.offsets(codes, n_centroids_per_level)
+    ids.offsets(codes, n_centroids_per_level)  # refuses codes outside their level
     table = np.asarray(codes, dtype=np.int64)
-    n_items, n_levels = table.shape
-    if n_items == 0:
+    if len(table) == 0:
         raise ValueError("`codes`: expected at least one item, got 0. Encode some items first.")
-    if relative_errors is not None and len(relative_errors) != n_levels:
-        found = f"expected {n_levels} numbers, one per level, got {len(relative_errors)}"
+    errors: Sequence[float | None] = (
+        relative_errors if relative_errors is not None else [None] * table.shape[1]
+    )
+    if len(errors) != table.shape[1]:
+        found = f"expected {table.shape[1]} numbers, one per level, got {len(errors)}"
         raise ValueError(f"`relative_errors`: {found}. Give one per level.")
-    grouped = buckets(table)
-    sizes = grouped.sizes
-    n_sharing = int(sizes[sizes > 1].sum())
-    top = np.argsort(-sizes, kind="stable")[:n_top_buckets]
+    levels = enumerate(zip(n_centroids_per_level, errors))
     return {
-        "items": n_items,
-        "distinct_ids": len(sizes),
-        "collision_rate": 1 - len(sizes) / n_items,
-        "items_sharing": n_sharing / n_items,
-        "items_alone": (n_items - n_sharing) / n_items,
-        "largest_bucket": int(sizes.max()),
-        "gini": gini(sizes),
-        "top_buckets": [{"codes": grouped.codes[i].tolist(), "items": int(sizes[i])} for i in top],
-        "levels": [
-            _level(
-                table, level, int(n_centroids), None if relative_errors is None else relative_errors[level]
-            )
-            for level, n_centroids in enumerate(n_centroids_per_level)
-        ],
+        **_whole(table, n_top_buckets),
+        "levels": [_level(table, level, int(n_centroids), error) for level, (n_centroids, error) in levels],
         "after_resolving": None if unique_digit is None else _resolved(table, np.asarray(unique_digit)),
     }
 
@@ -145,6 +132,23 @@ def gini(sizes: ArrayLike) -> float:
         raise ValueError(f"`sizes`: expected a sum above 0, got {total:g}. Count some items first.")
     weights = 2 * np.arange(1, n_buckets + 1) - n_buckets - 1
     return float((weights * ordered).sum() / (n_buckets * total))
+
+
+def _whole(table: NDArray[np.int64], n_top_buckets: int) -> dict[str, Any]:
+    grouped = buckets(table)
+    n_items, sizes = len(table), grouped.sizes
+    n_sharing = int(sizes[sizes > 1].sum())
+    top = np.argsort(-sizes, kind="stable")[:n_top_buckets]
+    return {
+        "items": n_items,
+        "distinct_ids": len(sizes),
+        "collision_rate": 1 - len(sizes) / n_items,
+        "items_sharing": n_sharing / n_items,
+        "items_alone": (n_items - n_sharing) / n_items,
+        "largest_bucket": int(sizes.max()),
+        "gini": gini(sizes),
+        "top_buckets": [{"codes": grouped.codes[i].tolist(), "items": int(sizes[i])} for i in top],
+    }
 
 
 def _level(
