@@ -88,6 +88,17 @@ def test_codebooks_fit_the_latents_and_use_every_code() -> None:
     torch.testing.assert_close(tables["quantizer.codebooks.0"], means, rtol=0.0, atol=0.1)
 
 
+def test_codebooks_hold_the_mean_of_latents_that_are_off_centre() -> None:
+    points, model = _points(), _model()
+    _start(model, points)
+    with torch.no_grad():
+        model.encoder.curve[-1].bias.fill_(50.0)
+    tables = compute_codebooks(model, points)
+    model.load_state_dict({**model.state_dict(), **tables})
+    left = model.latents(points) - model.quantizer.decode(model.encode(points))
+    torch.testing.assert_close(left.mean(0), torch.zeros(3), rtol=0.0, atol=0.5)
+
+
 @pytest.mark.parametrize("points", [torch.zeros(0, 6), torch.ones(5, 6)], ids=["none", "equal"])
 def test_data_without_spread_are_refused(points: Tensor) -> None:
     with pytest.raises(SpecError, match="`points`: expected"):
