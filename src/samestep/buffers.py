@@ -63,7 +63,6 @@ class BufferMerge:
         self._group = group
         self._slots = _slots(model)
         self._start: list[Tensor] = []
-        self._versions: list[tuple[int, int]] = []
         self._kept: list[list[Tensor]] = []
         self._changed: set[int] = set()
 
@@ -75,12 +74,13 @@ class BufferMerge:
     def before_shard(self) -> None:
         """Put back what an earlier shard of this worker changed."""
         self._restore()
-        self._versions = [(id(slot.tensor), slot.tensor._version) for slot in self._slots]
 
     def after_shard(self) -> None:
         """Keep what the shard, which had samples, made of the buffers."""
-        now = [(id(slot.tensor), slot.tensor._version) for slot in self._slots]
-        self._changed |= {i for i, (old, new) in enumerate(zip(self._versions, now)) if old != new}
+        # By value: BatchNorm's kernels change the running statistics without raising the tensor's version.
+        self._changed |= {
+            i for i, slot in enumerate(self._slots) if not torch.equal(slot.tensor, self._start[i])
+        }
         if self._slots:
             self._kept.append([slot.tensor.clone() for slot in self._slots])
 

@@ -12,8 +12,9 @@ that no way of calling the model inside it can escape the reduction. One worker 
 division.
 """
 
-from __future__ import annotations
+# No postponed annotations here: DDP reads those of a comm hook and does not accept strings.
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -89,7 +90,7 @@ class GradientSum:
             self._ddp = DistributedDataParallel(
                 _Whole(model),
                 process_group=group.process_group,
-                broadcast_buffers=False,
+                **_no_buffer_sync(),
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused_parameters,
                 bucket_cap_mb=bucket_cap_mb,
@@ -253,6 +254,12 @@ class GradientSum:
         )
         self._group.abandon(message)
         raise SpecError(message)
+
+
+def _no_buffer_sync() -> dict[str, Any]:
+    """Return DDP's option not to broadcast buffers in the forward; `buffers` merges them. Renamed in torch 2.13."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:

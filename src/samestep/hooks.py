@@ -16,7 +16,7 @@ divide once by the total weight.
 `ordered_mean` adds along a fixed tree over ranks: the same bits for every bucket size.
 """
 
-from __future__ import annotations
+# No postponed annotations here: DDP reads those of a comm hook and does not accept strings.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

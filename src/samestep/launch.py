@@ -80,7 +80,7 @@ def run(
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 setup = _Setup(rank, world_size, folder, timeout_seconds, threads, device, dict(os.environ))
-                worker = context.Process(target=_work, args=(theirs, setup, fn, args), daemon=True)
+                worker = context.Process(target=_work, args=(theirs, setup, fn, args))
                 worker.start()
                 theirs.close()
                 workers.append(worker)

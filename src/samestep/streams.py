@@ -37,10 +37,10 @@ def seed_all(*parts: int) -> None:
     Args:
         *parts: as in `key`.
     """
-    value = key(*parts)
-    torch.manual_seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    random.seed(value)
+    torch.manual_seed(key(*parts))
+    # NumPy and Python share a generator algorithm: seeded alike they would draw the same numbers.
+    np.random.seed(key(*parts, 1) & 0xFFFFFFFF)
+    random.seed(key(*parts, 2))
 
 
 @contextmanager
