@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from samestep.environment import pick_device, read_env
 from samestep.errors import AgreementError, GroupError, SamestepError, WorkerError
+from samestep.transport import first_line, is_transport
 
 __all__ = ["Group"]
 
@@ -97,7 +97,7 @@ class Group:
             store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_seconds)))
         except (dist.DistError, ValueError, OSError) as error:
             raise GroupError(
-                f"rendezvous at {where}: rank {rank} of {world_size} could not join: {_first_line(error)}. "
+                f"rendezvous at {where}: rank {rank} of {world_size} could not join: {first_line(error)}. "
                 "Free that port or choose another one (MASTER_PORT, or torchrun --master-port), "
                 "and see that all workers are started.",
                 rank=rank,
@@ -135,7 +135,7 @@ class Group:
             )
         except (dist.DistError, RuntimeError) as error:
             raise GroupError(
-                f"start of the process group: rank {rank} of {world_size} got: {_first_line(error)}. "
+                f"start of the process group: rank {rank} of {world_size} got: {first_line(error)}. "
                 "See whether another worker failed before it.",
                 rank=rank,
             ) from error
@@ -250,11 +250,11 @@ class Group:
         try:
             yield
         except (dist.DistError, RuntimeError) as error:
-            if isinstance(error, SamestepError) or not _is_transport(error):
+            if isinstance(error, SamestepError) or not is_transport(error):
                 raise
             raise WorkerError(
                 f"{what}: rank {self.rank} of {self.world_size} lost contact with another worker "
-                f"({_first_line(error)}). {self._word()}",
+                f"({first_line(error)}). {self._word()}",
                 rank=self.rank,
             ) from error
 
@@ -292,16 +292,3 @@ def _name_ranks(found: list[str], world_size: int) -> str:
             label = "rank" if len(ranks) == 1 else "ranks"
             parts.append(f"{label} {', '.join(map(str, ranks))} of {world_size}: {text}")
     return "\n".join(parts)
-
-
-def _is_transport(error: BaseException) -> bool:
-    text = str(error).lower()
-    signs = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "peer", "application")
-    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
-
-
-def _first_line(error: BaseException) -> str:
-    """Return what an error of torch's transport says, without its source file and its advice."""
-    lines = str(error).strip().splitlines()
-    line = lines[0].strip() if lines else type(error).__name__
-    return re.sub(r"\[\S*\.(cc|cpp|h):\d+\] ", "", line).split(". This is typically")[0].rstrip(".")

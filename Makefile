@@ -1,0 +1,44 @@
+# Everything a newcomer needs: Python 3.11 or later, pip and make.
+#   make demo    set up, then train semantic ids from real embeddings on two workers
+#   make test    set up, then run all tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-slow lint format clean
+
+help:
+	@sed -n '2,4p' Makefile
+
+setup: $(READY)
+
+# torch first, pinned, so that no other package pulls in another build of it.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: setup
+	$(BIN)/samestep train semantic-ids --config examples/semantic_ids.yaml --workers 2
+
+test: setup
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-slow: setup
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

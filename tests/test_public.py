@@ -1,0 +1,36 @@
+"""The public surface: sorted, documented, and light to import."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import samestep
+
+OPTIONAL = {"lightning"}  # needs an extra
+MODULES = [name for name in samestep.__all__ if name not in OPTIONAL]
+
+
+def test_the_list_of_modules_is_sorted_and_complete():
+    assert list(samestep.__all__) == sorted(samestep.__all__)
+    found = {m.name for m in pkgutil.iter_modules(samestep.__path__) if not m.name.startswith("_")}
+    assert found - {"cli", "recipes"} == set(samestep.__all__)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_is_documented(name):
+    module = importlib.import_module(f"samestep.{name}")
+    assert module.__doc__
+    assert list(module.__all__) == sorted(module.__all__)
+    for public in module.__all__:
+        thing = getattr(module, public)
+        if callable(thing) and hasattr(thing, "__qualname__"):
+            assert thing.__doc__, f"{name}.{public} has no docstring"
+
+
+def test_the_package_itself_imports_nothing_heavy():
+    code = "import sys, samestep, samestep.cli; print([m for m in ('torch', 'numpy', 'pyarrow') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
