@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.recipes.semantic_ids import atomic
+from samestep.recipes import atomic
 
 
 def test_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:

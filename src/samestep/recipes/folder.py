@@ -1,0 +1,105 @@
+"""The folder of a run: what is in it, who may write it, and when it is complete.
+
+::
+
+    runs/semantic-ids-20260101-120000/
+      config.yaml          all settings, defaults included; written first
+      metrics.jsonl        one line per logged step
+      audit.jsonl          one line per audit
+      checkpoints/         see `samestep.checkpoint`
+      ...                  what the recipe makes
+      report.html          the page to look at
+      manifest.json        written last: its presence means that the run is complete
+
+Only the main worker writes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import SpecError
+from samestep.recipes.atomic import replacing
+from samestep.recipes.spec import RunSpec, to_yaml
+
+__all__ = ["RunFolder", "default_path"]
+
+
+def default_path(recipe: str) -> Path:
+    """Return where a run goes when nobody says: ``runs/<recipe>-<time>``."""
+    return Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+class RunFolder:
+    """A run's folder.
+
+    Args:
+        path: of the folder; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run that wrote it came to its end."""
+        return (self.path / "manifest.json").exists()
+
+    def check_free(self, resume: bool) -> None:
+        """Refuse a folder that holds another run, before anything starts.
+
+        Raises:
+            SpecError: the folder is in use and `resume` is off, or there is nothing to resume.
+        """
+        if resume and not (self.path / "config.yaml").exists():
+            raise SpecError(
+                f"{self.path}: expected a run to resume, got no config.yaml there. "
+                "Name its folder with --out, or leave --resume out.",
+                name="out",
+            )
+        if not resume and self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise SpecError(
+                f"{self.path}: there is a run (or something else) already. Pass --resume to go on with it, or "
+                "another --out.",
+                name="out",
+            )
+
+    def open(self, spec: RunSpec) -> None:
+        """Make the folder and write the settings, unless they are there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not (self.path / "config.yaml").exists():
+            with replacing(self.path / "config.yaml") as file:
+                file.write(to_yaml(spec).encode())
+
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Add a line to a JSON-lines file."""
+        with (self.path / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def forget_after(self, name: str, step: int) -> None:
+        """Drop lines of steps after `step` from a JSON-lines file: a resumed run writes them again."""
+        path = self.path / name
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line).get("step", 0) <= step:
+                    kept.append(line)
+            except (json.JSONDecodeError, AttributeError):
+                continue  # a line that a kill cut in two
+        with replacing(path) as file:
+            file.write("".join(line + "\n" for line in kept).encode())
+
+    def finish(self, manifest: dict[str, Any]) -> None:
+        """Write the manifest: from now on the run is complete."""
+        with replacing(self.path / "manifest.json") as file:
+            file.write((json.dumps(manifest, indent=2) + "\n").encode())
