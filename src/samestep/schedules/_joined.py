@@ -183,7 +183,8 @@ def sequence(first: Schedule, other: Schedule | float, at: int) -> Schedule:
 
 def product(first: Schedule | float, second: Schedule | float) -> Schedule:
     """Return the product of two schedules; see `Schedule`."""
-    return _Product(_flat(_Product, (first, second)))
+    members = (_as_schedule("other", first), _as_schedule("other", second))
+    return _Product(_flat(_Product, members))
 
 
 def minimum(first: Schedule | float, *others: Schedule | float) -> Schedule:
