@@ -40,6 +40,8 @@ def check(solver: Solver, given: frozenset[str], family: Family) -> None:
     Raises:
         SpecError: with the name of the key.
     """
+    if family == "nonlocal" and {"STEPS", "STEP_SIZES"} <= given:
+        raise _wrong("STEPS", "no value beside STEP_SIZES, which says the same", solver["STEPS"])
     _check_numbers(solver, family)
     policy = solver.get("LR_POLICY")
     if policy is not None:
@@ -59,8 +61,6 @@ def check(solver: Solver, given: frozenset[str], family: Family) -> None:
             )
     if family == "detectron" and solver["WARM_UP_METHOD"] not in ("constant", "linear"):
         raise _wrong("WARM_UP_METHOD", "constant or linear", solver["WARM_UP_METHOD"])
-    if family == "nonlocal" and {"STEPS", "STEP_SIZES"} <= given:
-        raise _wrong("STEPS", "one of STEPS and STEP_SIZES", solver["STEPS"])
 
 
 def base_lr(solver: Solver) -> float:
