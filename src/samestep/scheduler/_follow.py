@@ -66,28 +66,31 @@ class Follower(TorchScheduler):
             handle.remove()
         _owners.pop(self.optimizer, None)
 
+    @staticmethod
+    def following(optimizer: Optimizer) -> Follower | None:
+        """Return the scheduler of ours that follows this optimizer, or None."""
+        owner = _owners.get(optimizer)
+        return None if owner is None else owner()
+
     def _attach(self) -> None:
-        owner = _owners.get(self.optimizer)
-        if owner is not None and owner() is not None:
+        if Follower.following(self.optimizer) is not None:
             raise SpecError(
-                "`optimizer`: expected one without a scheduler, got one that an LRScheduler follows already. Call "
-                "detach() on that one first: an LR has one owner.",
+                "`optimizer`: expected one without a scheduler, got one that an LRScheduler follows already. An LR "
+                "has one owner: call LRScheduler.following(optimizer).detach() first.",
                 name="optimizer",
             )
-        me = weakref.ref(self)
-        _owners[self.optimizer] = me
+        _owners[self.optimizer] = weakref.ref(self)
 
+        # The hooks hold the scheduler: it works for as long as its optimizer lives, whether or not anybody else
+        # keeps it, since nobody has to call it.
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (scheduler := me()) is not None:
-                scheduler._before_update()
+            self._before_update()
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (scheduler := me()) is not None:
-                scheduler._after_update()
+            self._after_update()
 
         def loaded(optimizer: Optimizer) -> None:
-            if (scheduler := me()) is not None:
-                scheduler._write()
+            self._write()
 
         self._handles = [
             self.optimizer.register_step_pre_hook(before),

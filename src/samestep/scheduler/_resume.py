@@ -10,6 +10,7 @@ from typing import Any, Literal
 from samestep import schedules
 from samestep.errors import SpecError
 from samestep.momentum import Policy, policy_from_dict
+from samestep.scaling import scale
 from samestep.schedules import Schedule
 
 __all__ = ["RESUMES", "Resume", "Settings", "decide"]
@@ -141,19 +142,22 @@ def _rescaled(own: Settings, saved: Settings, rule: str) -> tuple[Settings, str]
             f"and {new}. Give it when the scheduler is made.",
             name="global_batch_size",
         )
-    ratio = new / old if rule == "linear" else math.sqrt(new / old)
     # From the checkpoint's own pair of base LR and batch size, so that any number of restarts scales once.
     settings = replace(
         own,
         step=saved.step * old // new,
         start_steps=tuple(start * old // new for start in saved.start_steps),
         history_lrs=saved.history_lrs,
-        base_lrs=tuple(lr if new == old else lr * ratio for lr in saved.base_lrs),
+        base_lrs=tuple(_scaled(lr, old, new, rule) for lr in saved.base_lrs),
     )
     return settings, (
         f"resume='rescale' by the {rule} rule: global batch {old} -> {new}, step {saved.step} -> {settings.step}, "
         f"base_lrs {saved.base_lrs} -> {settings.base_lrs}"
     )
+
+
+def _scaled(lr: float, old: int, new: int, rule: Any) -> float:
+    return scale(lr, old, new, rule).lr if lr else 0.0  # a frozen group's 0 is no rate to scale
 
 
 def _whole(name: str, value: Any) -> int:

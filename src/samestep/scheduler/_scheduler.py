@@ -115,6 +115,11 @@ class LRScheduler(Follower):
     ) -> None:
         # Torch's own __init__ is not called: it would wrap optimizer.step to warn about a step() we do not need.
         _check_arguments(optimizer, schedule, momentum, resume, rescale_rule)
+        if global_batch_size is not None and (type(global_batch_size) is not int or global_batch_size < 1):
+            raise SpecError(
+                f"`global_batch_size`: expected a whole number of at least 1, got {global_batch_size!r}.",
+                name="global_batch_size",
+            )
         self.group = group
         self.resume = resume
         self.rescale_rule = rescale_rule
