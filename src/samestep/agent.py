@@ -102,11 +102,12 @@ def _check_port(port: int) -> None:
 def _settle(error: Any, n_workers: int) -> int:
     """Turn the agent's list of failed workers into an exit code, or into the error that names the cause."""
     failures: dict[int, Any] = error.failures
-    # A killed worker takes the others' connections with it, so it is the cause however late it is noticed.
-    rank, first = min(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
-    codes = {failure.exitcode for failure in failures.values()}
-    if codes <= {1, 2, 130, 128 + signal.SIGTERM} and first.exitcode > 0:
-        return int(first.exitcode)
+    killed = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0}
+    # Codes 1 and 2 come with a message of the worker's own; workers that lost it as a peer end with 3.
+    told = [failure.exitcode for failure in failures.values() if failure.exitcode in (1, 2, 130)]
+    if told and not killed:
+        return int(told[0])
+    rank, first = min((killed or failures).items(), key=lambda item: item[1].timestamp)
     raise WorkerError(
         f"rank {rank} of {n_workers} (process {first.pid}) {describe_exit(first.exitcode)}; "
         "the other workers were stopped.",

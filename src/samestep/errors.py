@@ -45,6 +45,7 @@ class SamestepError(Exception):
         self.rank = rank
         self.step = step
         self.name = name
+        self.common = False  # whether all workers raised this same error
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only fields are lost by the default pickling of exceptions, and errors travel between processes.

@@ -181,7 +181,7 @@ class Group:
         """
         if self.world_size == 1:
             if not ok:
-                raise error(message, rank=self.rank)
+                raise _common(error(message, rank=self.rank))
             return
         verdict = torch.tensor([int(ok)])
         with self.collective("agreement"):
@@ -189,7 +189,8 @@ class Group:
         if int(verdict):
             return
         found = self.gather_text("" if ok else (message or "(no message)"))
-        raise error(_name_ranks(found, self.world_size), rank=next(r for r, text in enumerate(found) if text))
+        first = next(rank for rank, text in enumerate(found) if text)
+        raise _common(error(_name_ranks(found, self.world_size), rank=first))
 
     def gather_text(self, text: str) -> list[str]:
         """Return every worker's text, by rank.
@@ -277,6 +278,11 @@ class Group:
             # A worker that leaves early breaks the others' start-up, so all leave together.
             self.barrier()
         self.close()
+
+
+def _common(error: SamestepError) -> SamestepError:
+    error.common = True
+    return error
 
 
 def _name_ranks(found: list[str], world_size: int) -> str:

@@ -1,4 +1,4 @@
-"""What a run shows while it works: a progress bar on a terminal, plain lines elsewhere, one voice for all workers."""
+"""What a run shows while it works: a bar on a terminal, plain lines elsewhere, one voice for all workers."""
 
 from __future__ import annotations
 

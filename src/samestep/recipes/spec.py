@@ -68,7 +68,8 @@ def load(kind: type[S], config: Path | None, settings: Iterable[str] = ()) -> S:
     values: dict[str, Any] = {}
     if config is not None:
         values = _read(config)
-        for key in kind.paths & values.keys():
+        # A run's own config.yaml holds paths as its worker saw them.
+        for key in (kind.paths & values.keys()) if config.name != "config.yaml" else ():
             values[key] = _beside(config, values[key])
     values.update(parse_settings(settings))
     where = str(config) if config is not None else "settings"

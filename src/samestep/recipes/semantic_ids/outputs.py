@@ -25,8 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from samestep.errors import SpecError
-from samestep.recipes.semantic_ids import ids
 from samestep.recipes.atomic import replacing
+from samestep.recipes.semantic_ids import ids
 from samestep.recipes.semantic_ids.grouping import check_codes, check_ids
 
 __all__ = [

@@ -1,0 +1,33 @@
+"""The command line: thin commands over the library; torch is imported only when a command needs it.
+
+Exit codes: 0 done and agreed, 1 a disagreement was found, 2 wrong usage or bad input, 3 a worker failed, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from samestep.cli import encode, report, train
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="samestep",
+    help="Synchronous data-parallel training in PyTorch that is exact, and proves it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(name="train")(train.train)
+app.command(name="encode")(encode.encode)
+app.command(name="report")(report.report)
+
+
+@app.callback()
+def _root() -> None:
+    """Keep the commands' names even while there is one only."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

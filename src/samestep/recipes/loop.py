@@ -1,0 +1,120 @@
+"""The training loop that all recipes share: resume, steps, metrics, checkpoints.
+
+::
+
+    restore ─> for each step: loader ─> TrainStep ─> metrics.jsonl, bar
+                                └─ every checkpoint_every: save
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.checkpoint import Checkpointer
+from samestep.group import Group
+from samestep.lossfn import LossFn
+from samestep.recipes.display import Display
+from samestep.recipes.folder import RunFolder
+from samestep.recipes.spec import RunSpec
+from samestep.sharding import ShardLoader
+from samestep.step import StepResult, TrainStep
+
+__all__ = ["Loop"]
+
+_LOGGED_LINES = 1000  # a run's curves need no more points, however long it is
+
+
+@dataclass
+class Loop:
+    """What a run needs to train.
+
+    Attributes:
+        spec: settings.
+        group: the workers.
+        folder: the run's folder.
+        display: shows progress.
+        step: the model's step.
+        loader: gives the shards.
+        checkpointer: keeps checkpoints, or None.
+        things: further things with a state, by name, for the checkpoints.
+    """
+
+    spec: RunSpec
+    group: Group
+    folder: RunFolder
+    display: Display
+    step: TrainStep
+    loader: ShardLoader
+    checkpointer: Checkpointer | None
+    things: Mapping[str, Any]
+
+    def restore(self) -> bool:
+        """Go to the last checkpoint; return whether there was one.
+
+        Collective: all workers.
+        """
+        if self.checkpointer is None or self.checkpointer.restore(**self._all_things()) is None:
+            return False
+        if self.group.is_main:
+            for name in ("metrics.jsonl", "audit.jsonl"):
+                self.folder.forget_after(name, self.step.step)
+        return True
+
+    def run(self, loss_fn: LossFn) -> None:
+        """Take the steps that are left.
+
+        Args:
+            loss_fn: see `TrainStep.train_step`.
+
+        Collective: all workers.
+        """
+        total = self.spec.steps
+        with self.display.stage("training", total, self.step.step):
+            shards = self.loader.steps()
+            log_every = max(1, total // _LOGGED_LINES)
+            since, samples = time.perf_counter(), 0.0
+            while self.step.step < total:
+                result = self.step.train_step(_lazily(shards), loss_fn)
+                samples += self.spec.global_batch_size
+                if result.step % log_every == 0 or result.step == total:
+                    now = time.perf_counter()
+                    self._log(result, samples / (now - since))
+                    since, samples = now, 0.0
+                if self._is_due(result.step):
+                    self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint of now.
+
+        Collective: all workers.
+        """
+        if self.checkpointer is not None:
+            self.checkpointer.save(self.step.step, **self._all_things())
+
+    def _is_due(self, step: int) -> bool:
+        every = self.spec.checkpoint_every
+        return step == self.spec.steps or (every > 0 and step % every == 0)
+
+    def _log(self, result: StepResult, rate: float) -> None:
+        row: dict[str, Any] = {
+            "step": result.step,
+            "loss": result.loss,
+            "lr": result.lr[0],
+            "grad_norm": result.grad_norm,
+            "samples_per_second": round(rate, 1),
+            **{name: result.mean(name) for name in sorted(result.sums)},
+        }
+        if self.group.is_main:
+            self.folder.append("metrics.jsonl", row)
+        self.display.advance(result.step, f"loss {result.loss:.4f}  {rate:,.0f} samples/s")
+
+    def _all_things(self) -> dict[str, Any]:
+        return {"step": self.step, "loader": self.loader, **self.things}
+
+
+def _lazily(shards: Iterator[list[Any]]) -> Iterator[Any]:
+    """Read the next step's shards only inside `train_step`, where a failure to read becomes known to all."""
+    yield from next(shards)

@@ -1,0 +1,233 @@
+"""The whole job: read embeddings, learn codebooks on all workers, give every item its id, write it all down.
+
+::
+
+    rkmeans   read ─ k-means level by level over all workers' rows ─────────────┐
+    rqvae     read ─ axes and codebooks from all workers' rows ─ train ─ encode ─┴─ resolve ─ measure ─ write
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from samestep import codebooks, schedules, start
+from samestep.audit import Audit
+from samestep.checkpoint import Checkpointer
+from samestep.errors import SpecError
+from samestep.group import Group
+from samestep.pooling import Pool
+from samestep.recipes.display import Display
+from samestep.recipes.folder import RunFolder
+from samestep.recipes.loop import Loop
+from samestep.recipes.semantic_ids import results
+from samestep.recipes.semantic_ids.data import Items, read_embeddings
+from samestep.recipes.semantic_ids.initial import compute_axes, compute_codebooks
+from samestep.recipes.semantic_ids.model import RQVAE, loss_sums
+from samestep.recipes.semantic_ids.spec import SemanticIdsSpec
+from samestep.reduce import pool
+from samestep.scheduler import LRScheduler
+from samestep.sharding import Shard, ShardLoader
+from samestep.step import TrainStep
+
+__all__ = ["run"]
+
+
+@dataclass
+class _Job:
+    spec: SemanticIdsSpec
+    folder: RunFolder
+    group: Group
+    display: Display
+    items: Items
+    part: Items
+    pool: Pool
+
+
+def run(spec: SemanticIdsSpec, folder: RunFolder, group: Group, resume: bool) -> None:
+    """Run the recipe on the workers of `group`.
+
+    Args:
+        spec: settings.
+        folder: where everything goes; made once the input is known to be good.
+        group: the workers.
+        resume: go on from the folder's last checkpoint.
+
+    Raises:
+        SpecError: on all workers, when the input or the settings do not do.
+
+    Collective: all ranks of `group`.
+    """
+    display = Display(group.is_main)
+    items = _read(spec, group)
+    job = _Job(spec, folder, group, display, items, items.part(group.rank, group.world_size), pool(group))
+    _check(job)
+    if group.is_main:
+        folder.open(spec)
+    group.barrier()
+    display.say(
+        f"{spec.recipe} ({spec.kind}): {items.n_total:,} items of {items.dim} dimensions, "
+        f"{group.world_size} workers, {spec.shards} shards, mode {spec.mode}"
+    )
+    learned = _fit_kmeans(job) if spec.kind == "rkmeans" else _train_rqvae(job, resume)
+    results.write(spec, folder, group, display, items, learned)
+
+
+def _read(spec: SemanticIdsSpec, group: Group) -> Items:
+    items, problem = None, ""
+    try:
+        items = read_embeddings(spec.data, id_column=spec.id_column, embedding_column=spec.embedding_column)
+    except SpecError as error:
+        problem = str(error)
+    group.agree(items is not None, problem, SpecError)
+    assert items is not None
+    return items
+
+
+def _check(job: _Job) -> None:
+    """Refuse what cannot work, before long work and before anything is written."""
+    spec, n_items = job.spec, job.items.n_total
+    problem = ""
+    if spec.shards < job.group.world_size:
+        problem = (
+            f"`shards`: expected at least {job.group.world_size}, the number of workers, got {spec.shards}."
+        )
+    elif n_items < max(spec.n_centroids):
+        problem = (
+            f"`n_centroids`: expected at most {n_items}, the number of items, got {max(spec.n_centroids)}. "
+            "Use fewer codes, for example --set n_centroids=[16,16]."
+        )
+    elif spec.kind == "rqvae" and spec.latent_dim > job.items.dim:
+        problem = (
+            f"`latent_dim`: expected at most {job.items.dim}, the embeddings' dim, got {spec.latent_dim}."
+        )
+    job.group.agree(not problem, problem, SpecError)
+
+
+def _fit_kmeans(job: _Job) -> results.Learned:
+    spec = job.spec
+    with job.display.stage("k-means", len(spec.n_centroids) * spec.kmeans_iterations):
+
+        def show(level: int, iterations: int, inertia: float) -> None:
+            job.display.advance(
+                level * spec.kmeans_iterations + iterations, f"level {level}  inertia {inertia:.5g}"
+            )
+
+        books = codebooks.fit(
+            job.part.embeddings,
+            spec.n_centroids,
+            max_iterations=spec.kmeans_iterations,
+            seed=spec.seed,
+            pool=job.pool,
+            balanced=spec.balanced,
+            progress=show,
+        )
+    codes = codebooks.encode(job.part.embeddings, books)
+    return results.Learned(
+        codes, list(books.levels), books.offset, list(books.relative_errors), None, "agree"
+    )
+
+
+def _train_rqvae(job: _Job, resume: bool) -> results.Learned:
+    spec, group = job.spec, job.group
+    torch.manual_seed(spec.seed)
+    model = RQVAE(job.items.dim, spec.n_centroids, spec.latent_dim, spec.hidden, spec.beta).to(group.device)
+    start.mark(model)
+    optimizer = _optimizer(spec, model)
+    scheduler = LRScheduler(optimizer, _schedule(spec), group=group)
+    start.broadcast(model, optimizer, group=group)
+    loader = ShardLoader(
+        _Rows(job.items.embeddings),
+        spec.global_batch_size,
+        spec.shards,
+        group=group,
+        seed=spec.seed,
+        fetch="shards",
+    )
+    audit = Audit(group, every=spec.audit_every, log=job.folder.path / "audit.jsonl")
+    audit.watch(model, optimizer, scheduler=scheduler)
+    step = TrainStep(
+        model, optimizer, group=group, shards=spec.shards, mode=spec.mode, scheduler=scheduler,
+        clip_norm=spec.clip_norm, audit=audit, seed=spec.seed,
+    )  # fmt: skip
+    checkpointer = Checkpointer(job.folder.checkpoints, group=group)
+    things = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    loop = Loop(spec, group, job.folder, job.display, step, loader, checkpointer, things)
+    if not (resume and loop.restore()):
+        _initialize(job, model)
+    loop.run(_loss)
+    audit.check(step.step)
+    codes = model.encode(job.part.embeddings).cpu()
+    errors = _relative_errors(job, model, codes)
+    levels = [table.detach() for table in model.quantizer.codebooks]
+    return results.Learned(codes, levels, None, errors, model)
+
+
+def _initialize(job: _Job, model: RQVAE) -> None:
+    """Set axes, then codebooks, from all workers' rows; the ordinary loop takes over from there."""
+    rows = job.part.embeddings
+    spec = job.spec
+    with job.display.stage("initialization", 2):
+        start.initialize(model, lambda m: compute_axes(m, rows, job.pool), job.group, collective=True)
+        job.display.advance(1, "axes")
+        start.initialize(
+            model,
+            lambda m: compute_codebooks(
+                m, rows, job.pool, max_iterations=spec.kmeans_iterations, seed=spec.seed
+            ),
+            job.group,
+            collective=True,
+        )
+        job.display.advance(2, "codebooks")
+
+
+def _loss(model: nn.Module, shard: Shard) -> tuple[Tensor, int, dict[str, Tensor]]:
+    return loss_sums(model, shard.batch)
+
+
+def _optimizer(spec: SemanticIdsSpec, model: nn.Module) -> torch.optim.Optimizer:
+    if spec.optimizer == "sgd":
+        return torch.optim.SGD(
+            model.parameters(), lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay
+        )
+    return torch.optim.AdamW(model.parameters(), lr=spec.lr, weight_decay=spec.weight_decay)
+
+
+def _schedule(spec: SemanticIdsSpec) -> schedules.Schedule:
+    decay = schedules.cosine(spec.steps) if spec.steps else schedules.constant(1.0)
+    if not spec.warmup_steps:
+        return decay
+    return schedules.linear_warmup(spec.warmup_steps, 1.0 / (spec.warmup_steps + 1)) * decay
+
+
+def _relative_errors(job: _Job, model: RQVAE, codes: Tensor) -> list[float]:
+    """Return, for each level, the squared error of what the levels so far decode to, over that of the mean."""
+    center = model.center.double().cpu()
+    n_levels = codes.shape[1]
+    sums = torch.zeros(n_levels + 1, dtype=torch.float64)
+    for first in range(0, len(codes), 4096):
+        rows = torch.from_numpy(np.asarray(job.part.embeddings[first : first + 4096], dtype=np.float64))
+        sums[n_levels] += (rows - center).square().sum()
+        for level in range(n_levels):
+            decoded = model.decode(codes[first : first + 4096, : level + 1].to(model.center.device))
+            sums[level] += (rows - decoded.double().cpu()).square().sum()
+    total = job.pool(sums)
+    return [float(total[level] / total[n_levels]) for level in range(n_levels)]
+
+
+class _Rows:
+    """The rows of a matrix as a dataset that gives many at once."""
+
+    def __init__(self, rows: NDArray[Any]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, ids: list[int]) -> Tensor:
+        return torch.from_numpy(np.asarray(self._rows[ids], dtype=np.float32))
