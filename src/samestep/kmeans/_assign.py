@@ -140,11 +140,13 @@ class Assigner:
         """Search in float64 for rows so far from all centroids that squares leave the range of float32."""
         codes, distances = np.empty(rows.shape[0], dtype=np.int32), torch.empty(rows.shape[0]).double()
         table = self._centroids.double()
+        half = table.square().sum(1).mul_(0.5)
         for number, row in enumerate(rows.double()):
             unit = row.abs().amax()
-            gaps = (table / unit - row / unit).square().sum(1)
-            codes[number] = int(gaps.argmin())
-            distances[number] = gaps.amin() * (unit * self.frame.scale) ** 2
+            # Differences would lose the centroid; what tells centroids apart is |c|^2 / 2 - c x.
+            codes[number] = int((half / unit - table @ (row / unit)).argmin())
+            gap = (table[codes[number]] / unit - row / unit).square().sum()
+            distances[number] = gap * (unit * self.frame.scale) ** 2
         return codes, distances
 
 
@@ -179,11 +181,15 @@ class Nearest:
                 padded[:n_block] = block
                 block = padded
             codes[begin : begin + n_block] = self._block(block, thread)[:n_block]
-        return codes if self._same is None else self._same[codes]
+        if self._same is None:
+            return codes
+        first: Codes = self._same[codes]
+        return first
 
     def _block(self, block: Tensor, thread: int) -> npt.NDArray[np.intp]:
         best: npt.NDArray[np.float32] | None = None
         codes: npt.NDArray[np.intp] = self._rows
+        nearest: npt.NDArray[np.intp]
         for begin, panel, half in self._panels:
             scores = self._scores[thread][: BLOCK_ROWS * half.shape[0]].view(BLOCK_ROWS, half.shape[0])
             torch.addmm(half, block, panel, out=scores)
