@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -21,11 +22,18 @@ from samestep.kmeans._assign import Nearest, row_distances
 def rows(n: int = 3000, dim: int = 20, groups: int = 30, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     centres = 3 * torch.randn(groups, dim, generator=generator)
-    return centres[torch.randint(groups, (n,), generator=generator)] + torch.randn(n, dim, generator=generator)
+    return centres[torch.randint(groups, (n,), generator=generator)] + torch.randn(
+        n, dim, generator=generator
+    )
 
 
 def bits(found: kmeans.KMeans) -> tuple[object, ...]:
-    return (found.centroids.numpy().tobytes(), tuple(found.counts.tolist()), found.inertia, found.n_iterations)
+    return (
+        found.centroids.numpy().tobytes(),
+        tuple(found.counts.tolist()),
+        found.inertia,
+        found.n_iterations,
+    )
 
 
 def true_inertia(points: Tensor, centroids: Tensor) -> float:
@@ -82,7 +90,9 @@ def alone_results() -> dict[str, tuple[object, ...]]:
     return {name: case_fit(name, slice(0, 3000)) for name in CASES}
 
 
-@pytest.mark.parametrize("bounds", [[0, 3000], [0, 1000, 3000], [0, 1, 1700, 3000], [0, 1024, 1024, 2990, 3000]])
+@pytest.mark.parametrize(
+    "bounds", [[0, 3000], [0, 1000, 3000], [0, 1, 1700, 3000], [0, 1024, 1024, 2990, 3000]]
+)
 def test_any_split_over_workers_gives_the_same_bits(
     bounds: list[int], alone_results: dict[str, tuple[object, ...]]
 ) -> None:
@@ -93,7 +103,9 @@ def test_any_split_over_workers_gives_the_same_bits(
 
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("n_threads", [2, 3])
-def test_threads_change_no_bit(name: str, n_threads: int, alone_results: dict[str, tuple[object, ...]]) -> None:
+def test_threads_change_no_bit(
+    name: str, n_threads: int, alone_results: dict[str, tuple[object, ...]]
+) -> None:
     assert case_fit(name, slice(0, 3000), n_threads=n_threads) == alone_results[name]
 
 
@@ -189,7 +201,7 @@ def test_inertia_never_rises(n: int, k: int, dim: int, seed: int, acceleration: 
         points, k, seeding="random", empty="keep", tolerance=0.0, seed=seed, acceleration=acceleration,  # type: ignore[arg-type]
         progress=lambda _, inertia: seen.append(inertia),
     )  # fmt: skip
-    assert all(later <= earlier * (1 + 1e-6) + 1e-9 for earlier, later in zip(seen, seen[1:]))
+    assert all(later <= earlier * (1 + 1e-6) + 1e-9 for earlier, later in itertools.pairwise(seen))
 
 
 def test_weights_count_rows_as_often() -> None:
@@ -223,7 +235,9 @@ def test_balanced_cells_are_equal_and_stable() -> None:
 def test_over_relaxation_does_at_least_as_well_in_as_many_passes() -> None:
     points = rows(4000, 16, 200)
     plain = kmeans.fit(points, 64, seeding="random", max_iterations=8, tolerance=0.0)
-    fast = kmeans.fit(points, 64, seeding="random", max_iterations=8, tolerance=0.0, acceleration="overrelaxed")
+    fast = kmeans.fit(
+        points, 64, seeding="random", max_iterations=8, tolerance=0.0, acceleration="overrelaxed"
+    )
     assert fast.inertia <= plain.inertia
 
 
@@ -341,7 +355,9 @@ def test_ties_go_to_the_lowest_index() -> None:
 def test_a_common_offset_does_not_change_codes() -> None:
     points = (100 + 0.01 * torch.randn(2000, 64, generator=torch.Generator().manual_seed(0))).float()
     codes, gaps = kmeans.assign(points, points[:256])
-    direct = torch.cat([(part[:, None].double() - points[:256].double()).square().sum(2) for part in points.split(250)])
+    direct = torch.cat(
+        [(part[:, None].double() - points[:256].double()).square().sum(2) for part in points.split(250)]
+    )
     assert (codes != direct.argmin(1)).sum() == 0
     torch.testing.assert_close(gaps, direct.amin(1).float(), rtol=1e-4, atol=1e-9)
 
@@ -352,7 +368,9 @@ def test_distances_that_cancel() -> None:
 
 
 def test_a_row_far_from_all_centroids() -> None:
-    codes, gaps = kmeans.assign(torch.tensor([[1e30, 0.0], [-1e30, 1.0]]), torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
+    codes, gaps = kmeans.assign(
+        torch.tensor([[1e30, 0.0], [-1e30, 1.0]]), torch.tensor([[-1.0, 0.0], [1.0, 0.0]])
+    )
     assert codes.tolist() == [1, 0]
     assert gaps.tolist() == [math.inf, math.inf]
 
@@ -484,3 +502,54 @@ def test_the_seed_decides_and_the_global_generator_is_left_alone() -> None:
     assert bits(first) == bits(again)
     assert bits(first) != bits(other)
     assert torch.equal(state, torch.get_rng_state())
+
+
+# --- mini-batches
+
+
+def batch_worker(group: object) -> tuple[list[object], list[object]]:
+    rank, pool = group.rank, reduce.pool(group)  # type: ignore[attr-defined, arg-type]
+    out = []
+    for per_rank in (([[0.0]], 9 * [[10.0]]), (4 * [[100.0]], 4 * [[8.0]])):
+        running = kmeans.MiniBatch(torch.tensor([[5.0], [100.0]]), pool=pool)
+        running.step(torch.tensor(per_rank[rank]))
+        out.append(running.centroids[:, 0].tolist())
+    running = kmeans.MiniBatch(rows()[:8], pool=pool)
+    inertias = [
+        running.step(rows(200, seed=s)[:130] if rank == 0 else rows(200, seed=s)[130:]) for s in range(3)
+    ]
+    # A worker without rows takes part.
+    inertias.append(running.step(rows(200, seed=4)[: 200 if rank else 0]))
+    return out, [running.centroids.numpy().tobytes(), running.counts.tolist(), inertias]
+
+
+def test_mini_batches_equal_the_pooled_batch() -> None:
+    single = kmeans.MiniBatch(rows()[:8])
+    inertias = [single.step(rows(200, seed=s)) for s in (0, 1, 2, 4)]
+    expected = [single.centroids.numpy().tobytes(), single.counts.tolist(), inertias]
+    for values, state in launch.run(batch_worker, 2, timeout_seconds=120):
+        assert values == [[9.0, 100.0], [8.0, 100.0]]
+        assert state == expected
+
+
+def test_mini_batch_goes_on_from_a_state() -> None:
+    first = kmeans.MiniBatch(rows()[:8])
+    first.step(rows(100))
+    second = kmeans.MiniBatch(torch.zeros(8, 20))
+    second.load_state_dict(first.state_dict())
+    for running in (first, second):
+        running.step(rows(50, seed=3))
+    assert torch.equal(first.centroids, second.centroids)
+    assert first.counts.tolist() == second.counts.tolist()
+    assert int(first.counts.sum()) == 150
+    with pytest.raises(ValueError, match="state"):
+        kmeans.MiniBatch(torch.zeros(3, 2)).load_state_dict(first.state_dict())
+    with pytest.raises(SpecError, match="dim"):
+        first.step(torch.zeros(3, 4))
+
+
+def test_one_batch_from_its_own_means_stays() -> None:
+    running = kmeans.MiniBatch(torch.ones(1, 1))
+    for _ in range(2):
+        assert running.step(torch.ones(100, 1)) == 0.0
+        assert running.centroids.item() == 1.0
