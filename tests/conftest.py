@@ -25,8 +25,8 @@ def pytest_collection_modifyitems(items):
 def clean_environment():
     before = dict(os.environ)
     yield
-    # pytest and torch's thread pools write these two themselves.
-    ignored = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
+    # pytest and torch write these themselves.
+    ignored = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
     after = {key: value for key, value in os.environ.items() if key not in ignored}
     changed = {key for key in {*before, *after} - ignored if before.get(key) != after.get(key)}
     os.environ.clear()

@@ -1,6 +1,7 @@
 """The public surface: sorted, documented, and light to import."""
 
 import importlib
+import inspect
 import pkgutil
 import subprocess
 import sys
@@ -19,6 +20,12 @@ def test_the_list_of_modules_is_sorted_and_complete():
     assert found - {"cli", "recipes"} == set(samestep.__all__)
 
 
+def test_an_unknown_module_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="nothing_of_ours"):
+        _ = samestep.nothing_of_ours
+    assert "schedules" in dir(samestep)
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_every_public_name_is_documented(name):
     module = importlib.import_module(f"samestep.{name}")
@@ -26,7 +33,7 @@ def test_every_public_name_is_documented(name):
     assert list(module.__all__) == sorted(module.__all__)
     for public in module.__all__:
         thing = getattr(module, public)
-        if callable(thing) and hasattr(thing, "__qualname__"):
+        if inspect.isclass(thing) or inspect.isfunction(thing):
             assert thing.__doc__, f"{name}.{public} has no docstring"
 
 

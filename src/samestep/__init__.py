@@ -1,8 +1,8 @@
 """Synchronous data-parallel training in PyTorch that is exact, and proves it.
 
-A module is the namespace: ``from samestep import schedules``, then ``schedules.cosine(...)``. Importing samestep
-itself imports nothing else, not even torch, so that the command line answers at once; a module is loaded when
-it is first asked for.
+A module is the namespace: ``from samestep import schedules``, then ``schedules.cosine(...)``. Importing
+samestep itself imports nothing else, not even torch, so that the command line answers at once; a module is
+loaded when it is first asked for.
 """
 
 from __future__ import annotations
@@ -13,8 +13,38 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 __all__ = [
+    "agent",
+    "audit",
+    "buffers",
+    "bulk",
+    "caffe2",
+    "checkpoint",
+    "codebooks",
+    "environment",
     "errors",
+    "fingerprint",
+    "forward",
+    "gradients",
+    "group",
+    "hooks",
+    "kmeans",
+    "launch",
+    "lossfn",
+    "momentum",
     "pooling",
+    "reduce",
+    "report",
+    "scaling",
+    "scheduler",
+    "schedules",
+    "sharding",
+    "start",
+    "step",
+    "streams",
+    "tally",
+    "transport",
+    "tree",
+    "watch",
 ]
 
 
