@@ -34,15 +34,15 @@ class SemanticIdsSpec(RunSpec):
         "digit", description="how items with the same codes are told apart"
     )
 
-    steps: int = Field(600, ge=0, description="applied updates (rqvae)")
+    steps: int = Field(400, ge=0, description="applied updates (rqvae)")
     latent_dim: int = Field(64, ge=1, description="columns of the latents")
     hidden: list[int] = Field([512], description="widths of the encoder's layers; the decoder mirrors them")
     beta: float = Field(0.15, ge=0, description="weight of the commitment error")
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(1e-3, gt=0, description="base learning rate")
+    lr: float = Field(3e-3, gt=0, description="base learning rate")
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(50, ge=0, description="linear warm-up")
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_steps: int = Field(100, ge=0, description="linear warm-up")
     clip_norm: float | None = Field(1.0, gt=0, description="bound on the norm of the mean gradient")
 
     @model_validator(mode="after")
