@@ -28,7 +28,7 @@ from samestep.pooling import Pool
 __all__ = ["SEEDINGS", "given_seeds", "seeds"]
 
 SEEDINGS = ("k-means++", "random", "k-means||")
-_SAMPLE_BYTES = 1 << 26
+_SAMPLE_BYTES = 1 << 25
 _ROWS_PER_CENTROID = 32
 _DRAW, _PICK, _ROUND = 1, 2, 3
 

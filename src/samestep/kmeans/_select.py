@@ -99,7 +99,7 @@ def gather_rows(
 
     together(pool, read)
     # -0.0 + 0.0 is 0.0, alone as between workers.
-    return pool(out[0]) + 0.0
+    return pool(out.pop()).add_(0.0)
 
 
 def gather_local(

@@ -19,7 +19,8 @@ from samestep.pooling import Pool
 
 __all__ = ["ExactSums", "exact_total", "grid_weights", "pool_exact"]
 
-_BUDGET_BYTES = 1 << 26
+_BUDGET_BYTES = 1 << 25
+_POOL_ELEMENTS = 1 << 20
 _PART_ELEMENTS = 1 << 17
 
 
@@ -108,4 +109,10 @@ def pool_exact(sums: Tensor, term: float, pool: Pool) -> Tensor:
     Collective: all workers call it.
     """
     unit = term / 1.5 * 2.0**-52
-    return pool((sums / unit).long()).double().mul_(unit)
+    out = torch.empty_like(sums)
+    flat, given = out.view(-1), sums.reshape(-1)
+    for begin in range(0, max(given.numel(), 1), _POOL_ELEMENTS):
+        # In parts, since integers, their sum and the result would triple the memory of a large table.
+        part = slice(begin, begin + _POOL_ELEMENTS)
+        flat[part] = pool((given[part] / unit).long()).double().mul_(unit)
+    return out
