@@ -520,6 +520,11 @@ def test_report_26_rescale_from_the_stored_pair_any_number_of_times():
             again.load_state_dict(scheduler.state_dict())
             assert again.base_lrs == scheduler.base_lrs
             assert again.applied_steps == converted
+    trained = LRScheduler(sgd(0.1), S.constant(), global_batch_size=256)
+    run(trained.optimizer, 4)
+    bigger = LRScheduler(sgd(0.1), S.constant(), resume="rescale", global_batch_size=512)
+    bigger.load_state_dict(trained.state_dict())
+    assert bigger.state_dict()["history_lrs"] == [0.1]  # what the momentum history is still relative to
     scheduler = conflict("rescale", global_batch_size=1024, rescale_rule="sqrt")
     assert scheduler.base_lrs == [0.2]
     with pytest.raises(SpecError, match="global_batch_size"):

@@ -117,7 +117,10 @@ def test_v5_warmup_hides_a_decay():
     assert got == pytest.approx([0.01, 0.01, 0.03, 0.05, 0.07, 0.09, 0.1, 0.01], rel=1e-14)
 
 
-@pytest.mark.parametrize(("goal", "increment", "rises"), [(0.4, 0.1, 3), (0.7, 0.2, 3), (0.95, 0.2, 5)])
+@pytest.mark.parametrize(
+    ("goal", "increment", "rises"),
+    [(0.4, 0.1, 3), (0.7, 0.2, 3), (0.95, 0.2, 5), (0.4, 0.3, 1), (0.8, 0.7, 1)],
+)
 def test_gradual_length_survives_the_last_bit_of_a_quotient(goal, increment, rises):
     warmup = S.gradual_warmup(S.absolute(0.1, goal), S.absolute(increment, goal), hold_steps=0)
     assert warmup.boundaries() == (rises,)
@@ -560,6 +563,7 @@ def test_lengths_in_all_units():
     assert S.length(1e6, "tokens", batch_sizes=32, tokens_per_sample=1024) == 31
     assert S.length(0.1, "epochs", batch_sizes=10, samples_per_epoch=1000, rounding="exact") == 10
     assert S.length(0, "samples", batch_sizes=10) == 0
+    assert S.length(0.5, "samples") == S.length(1, "tokens", tokens_per_sample=2) == 1
     assert S.length(11, "samples", batch_sizes=10, rounding="down") == 1
     assert S.length(10**15 * 256, "samples", batch_sizes=256) == 10**15
 

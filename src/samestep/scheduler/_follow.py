@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
 
 from samestep.errors import SpecError
-from samestep.momentum import Policy, apply
+from samestep.momentum import Policy, apply, free, group_form
 from samestep.scheduler._resume import Settings
 from samestep.schedules import Schedule
 
 __all__ = ["Follower"]
 
+_FREE = free()
 # One owner of the LR: which of our schedulers follows which optimizer.
 _owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Follower]] = weakref.WeakKeyDictionary()
 
@@ -51,6 +52,7 @@ class Follower(TorchScheduler):
         )
 
     def _set(self, settings: Settings) -> None:
+        self._inert: bool | None = None
         self._applied = settings.step
         self.base_lrs = list(settings.base_lrs)
         self._starts = list(settings.start_steps)
@@ -109,6 +111,7 @@ class Follower(TorchScheduler):
         known = len(self.base_lrs)
         if known == len(groups):
             return
+        self._inert = None
         for index, group in enumerate(groups[known:], start=known):
             lr = group.get("initial_lr", group["lr"]) if base_lrs is None else base_lrs[index]
             self.base_lrs.append(_base_lr(index, lr))
@@ -156,9 +159,17 @@ class Follower(TorchScheduler):
         if self._history_lrs != self._last_lr:
             if self.momentum is not None:
                 old = [new if old is None else old for old, new in zip(self._history_lrs, self._last_lr)]
-                if old != self._last_lr:
+                if old != self._last_lr and not self._is_inert():
                     apply(self.optimizer, self.momentum, old, self._last_lr)
             self._history_lrs = list(self._last_lr)
+
+    def _is_inert(self) -> bool:
+        """Whether a change of LR leaves this optimizer's state alone: `free` on a history without the LR."""
+        if self._inert is None:
+            forms = [group_form(self.optimizer, index) for index in range(len(self.optimizer.param_groups))]
+            plain = all(form.also is None and not any(power for _, power in form.buffers) for form in forms)
+            self._inert = self.momentum == _FREE and plain
+        return self._inert
 
     def _check_foreign(self, foreign: list[int]) -> None:
         groups = self.optimizer.param_groups
