@@ -24,7 +24,7 @@ from typing import Any
 from samestep.errors import GroupError, WorkerError
 from samestep.launch import describe_exit, use_loopback
 
-__all__ = ["is_worker", "run_command"]
+__all__ = ["check_port", "is_worker", "run_command"]
 
 
 def is_worker() -> bool:
@@ -57,7 +57,7 @@ def run_command(arguments: Sequence[str], n_workers: int, *, port: int = 0, max_
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
     use_loopback()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _check_port(port)
+    check_port(port)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -82,7 +82,15 @@ def run_command(arguments: Sequence[str], n_workers: int, *, port: int = 0, max_
     return 0
 
 
-def _check_port(port: int) -> None:
+def check_port(port: int) -> None:
+    """Refuse a rendezvous port that something else listens on.
+
+    Args:
+        port: on the loopback device; 0 stands for any free one.
+
+    Raises:
+        GroupError: when the port cannot be used.
+    """
     import socket
 
     if port == 0:
@@ -102,6 +110,8 @@ def _check_port(port: int) -> None:
 def _settle(error: Any, n_workers: int) -> int:
     """Turn the agent's list of failed workers into an exit code, or into the error that names the cause."""
     failures: dict[int, Any] = error.failures
+    # The agent itself ends the workers that are left with SIGTERM.
+    failures = {r: f for r, f in failures.items() if f.exitcode != -signal.SIGTERM} or failures
     killed = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0}
     # Codes 1 and 2 come with a message of the worker's own; workers that lost it as a peer end with 3.
     told = [failure.exitcode for failure in failures.values() if failure.exitcode in (1, 2, 130)]

@@ -158,7 +158,9 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned:
     checkpointer = Checkpointer(job.folder.checkpoints, group=group)
     things = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     loop = Loop(spec, group, job.folder, job.display, step, loader, checkpointer, things)
-    if not (resume and loop.restore()):
+    if resume:
+        loop.restore()
+    if start.needs_initialization(model):
         _initialize(job, model)
     loop.run(_loss)
     audit.check(step.step)
@@ -173,7 +175,9 @@ def _initialize(job: _Job, model: RQVAE) -> None:
     rows = job.part.embeddings
     spec = job.spec
     with job.display.stage("initialization", 2):
-        start.initialize(model, lambda m: compute_axes(m, rows, job.pool), job.group, collective=True)
+        start.initialize(
+            model, lambda m: compute_axes(m, rows, job.pool), job.group, collective=True, once=False
+        )
         job.display.advance(1, "axes")
         start.initialize(
             model,
