@@ -12,6 +12,7 @@ and dtypes alone, never on strides: the messages fit even where one worker holds
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -24,6 +25,8 @@ __all__ = ["broadcast_tensors"]
 
 _PIECE_BYTES = 32 << 20
 _SMALL_BYTES = 1 << 18
+_PARCEL_BYTES = 4 << 20
+_FLIGHTS = 64
 _ALIGN = 16  # views of another dtype want aligned starts
 
 
@@ -46,24 +49,79 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: Group, source_rank: int 
     """
     if group.world_size == 1:
         return
+    with torch.no_grad(), group.collective("broadcast of tensors"):
+        flights = _Flights(group, source_rank)
+        for pieces in _parcels(tensors):
+            flights.send(*_load(pieces, group.rank == source_rank))
+        flights.land_all()
+
+
+class _Flights:
+    """Broadcasts under way, several at a time, so that packing and unpacking overlap with the transfer."""
+
+    def __init__(self, group: Group, source_rank: int) -> None:
+        self._group, self._source_rank = group, source_rank
+        self._open: deque[tuple[dist.Work, int, list[Tensor], list[Tensor]]] = deque()
+        self._copied_bytes = 0
+
+    def send(self, flat: Tensor, pieces: list[Tensor], views: list[Tensor]) -> None:
+        """Start the broadcast of `flat`; once it has landed, copy its `views`, if any, to the pieces."""
+        n_bytes = flat.numel() if views else 0
+        while self._open and (len(self._open) >= _FLIGHTS or self._copied_bytes + n_bytes > _PIECE_BYTES):
+            self.land()
+        work = dist.broadcast(
+            flat, group=self._group.process_group, group_src=self._source_rank, async_op=True
+        )
+        assert work is not None
+        self._open.append((work, n_bytes, pieces, views))
+        self._copied_bytes += n_bytes
+
+    def land(self) -> None:
+        """Wait for the oldest broadcast."""
+        work, n_bytes, pieces, views = self._open.popleft()
+        work.wait()
+        if views and self._group.rank != self._source_rank:
+            torch._foreach_copy_(pieces, views)
+        self._copied_bytes -= n_bytes
+
+    def land_all(self) -> None:
+        """Wait for all broadcasts."""
+        while self._open:
+            self.land()
+
+
+def _parcels(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield what travels in one message: a large piece, or small ones of one kind of device together."""
     waiting: dict[str, list[Tensor]] = {}
     held: dict[str, int] = {}
-    with torch.no_grad(), group.collective("broadcast of tensors"):
-        for tensor in tensors:
-            for piece in _pieces(_storable(tensor.detach())):
-                if _n_bytes(piece) >= _SMALL_BYTES:
-                    _send_large(piece, group, source_rank)
-                    continue
-                kind = piece.device.type
-                pack = waiting.setdefault(kind, [])
-                if held.get(kind, 0) + _padded(piece) > _PIECE_BYTES:
-                    _send_packed(pack, group, source_rank)
-                    pack.clear()
-                    held[kind] = 0
-                pack.append(piece)
-                held[kind] = held.get(kind, 0) + _padded(piece)
-        for pack in waiting.values():
-            _send_packed(pack, group, source_rank)
+    for tensor in tensors:
+        for piece in _pieces(_storable(tensor.detach())):
+            if piece.nbytes >= _SMALL_BYTES:
+                yield [piece]
+                continue
+            kind = piece.device.type
+            waiting.setdefault(kind, []).append(piece)
+            held[kind] = held.get(kind, 0) + _padded(piece)
+            if held[kind] >= _PARCEL_BYTES:
+                yield waiting.pop(kind)
+                held[kind] = 0
+    yield from waiting.values()
+
+
+def _load(pieces: list[Tensor], is_source: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return the bytes that travel, the pieces, and views of a copy in their shapes (none if no copy)."""
+    first = pieces[0]
+    if len(pieces) == 1 and first.is_contiguous() and not first.is_conj() and not first.is_neg():
+        return first.view(-1).view(torch.uint8), pieces, []
+    flat = torch.empty(sum(map(_padded, pieces)), dtype=torch.uint8, device=first.device)
+    views = []
+    at = 0
+    for piece in pieces:
+        views.append(flat[at : at + piece.nbytes].view(piece.dtype).view(piece.shape))
+        at += _padded(piece)
+    if is_source:
+        torch._foreach_copy_(views, pieces)
+    return flat, pieces, views
 
 
 def _storable(tensor: Tensor) -> Tensor:
@@ -78,50 +136,14 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Cut a tensor along its leading dimensions; a contiguous one gives contiguous pieces."""
     if tensor.numel() == 0:
         return
-    if _n_bytes(tensor) <= _PIECE_BYTES:
+    if tensor.nbytes <= _PIECE_BYTES:
         yield tensor
         return
     dim = next(d for d, size in enumerate(tensor.shape) if size > 1)
-    rows = max(1, _PIECE_BYTES * tensor.shape[dim] // _n_bytes(tensor))
+    rows = max(1, _PIECE_BYTES * tensor.shape[dim] // tensor.nbytes)
     for part in torch.split(tensor, rows, dim):
         yield from _pieces(part)
 
 
-def _send_large(piece: Tensor, group: Group, source_rank: int) -> None:
-    plain = not (piece.is_conj() or piece.is_neg())
-    if plain and piece.is_contiguous():
-        _send(piece.view(-1).view(torch.uint8), group, source_rank)
-    else:
-        flat = piece.resolve_conj().resolve_neg().contiguous()
-        _send(flat.view(-1).view(torch.uint8), group, source_rank)
-        if group.rank != source_rank:
-            piece.copy_(flat)
-
-
-def _send_packed(pieces: Sequence[Tensor], group: Group, source_rank: int) -> None:
-    if not pieces:
-        return
-    buffer = torch.empty(sum(map(_padded, pieces)), dtype=torch.uint8, device=pieces[0].device)
-    views = []
-    at = 0
-    for piece in pieces:
-        views.append(buffer[at : at + _n_bytes(piece)].view(piece.dtype).view(piece.shape))
-        at += _padded(piece)
-    is_source = group.rank == source_rank
-    if is_source:
-        torch._foreach_copy_(views, list(pieces))
-    _send(buffer, group, source_rank)
-    if not is_source:
-        torch._foreach_copy_(list(pieces), views)
-
-
-def _send(flat: Tensor, group: Group, source_rank: int) -> None:
-    dist.broadcast(flat, group=group.process_group, group_src=source_rank)
-
-
-def _n_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _padded(tensor: Tensor) -> int:
-    return math.ceil(_n_bytes(tensor) / _ALIGN) * _ALIGN
+    return math.ceil(tensor.nbytes / _ALIGN) * _ALIGN

@@ -16,6 +16,7 @@ from samestep.errors import AgreementError, GroupError, SamestepError, SpecError
 from samestep.group import Group
 from samestep.reduce import broadcast_object, gather_parts
 from samestep.start._broadcast import prove
+from samestep.start._gradient import check_gradient_way, step_to
 from samestep.start._mark import MARK, mark_of, needs_initialization
 from samestep.start._structure import check_structure, rank_list, unwrap
 from samestep.start._targets import Compute, cast_targets, run_compute, slots_of
@@ -27,7 +28,7 @@ def initialize(
     module: nn.Module,
     compute: Compute,
     group: Group,
-    by: Literal["broadcast"] = "broadcast",
+    by: Literal["broadcast", "gradient"] = "broadcast",
     optimizer: Optimizer | None = None,
     *,
     collective: bool = False,
@@ -36,8 +37,8 @@ def initialize(
 ) -> bool:
     """Set parameters and buffers to values computed from data, in place, on all workers, bit for bit alike.
 
-    No optimizer, loss or gradient takes part, so the values before, the precision, the learning rate, clipping,
-    scalers and hooks do not matter. A module that carries the mark of an earlier call, also one that was loaded
+    By broadcast, no optimizer, loss or gradient takes part: the values before, precision, learning rate, clipping, scalers
+    and hooks do not matter. A module that carries the mark of an earlier call, also one that was loaded
     from a checkpoint, is left alone, and `compute` does not run.
 
     Args:
@@ -46,8 +47,10 @@ def initialize(
             rounded to a tensor's own floating dtype; any other cast must keep them. It returns values and changes
             nothing itself.
         group: the workers.
-        by: "broadcast".
+        by: "broadcast", exact; or "gradient", one step of plain SGD as in `initialization_loss`: trainable
+            parameters only, up to rounding, and only from replicas that agree.
         optimizer: its state of the replaced parameters is dropped, so that no momentum of the old values remains.
+            By gradient, it takes the step and must be ``torch.optim.SGD`` with lr 0.5; None makes one.
         collective: False runs `compute` on the source rank alone, which sees that worker's data only. True runs it
             on all workers: it may then call collectives (k-means over all data), and must return equal values.
         source_rank: whose values count.
@@ -77,10 +80,15 @@ def initialize(
     inner = _check_call(module, by, optimizer, group, once)
     if once and not _still_needed(inner, group):
         return False
+    if by == "gradient":
+        check_gradient_way(module, optimizer or torch.optim.SGD(inner.parameters(), lr=0.5), group)
     check_structure([inner], group, source_rank, materialise=False)
     targets = _agreed_targets(inner, compute, group, collective, source_rank)
-    changed = _set(slots_of(inner), targets, group, collective, source_rank)
-    prove([changed], group)
+    if by == "gradient":
+        changed = step_to(inner, targets, group, optimizer, source_rank)
+    else:
+        changed = _set(slots_of(inner), targets, group, collective, source_rank)
+        prove([changed], group)
     for tensor in changed.values():
         if optimizer is not None:
             optimizer.state.pop(tensor, None)
@@ -95,8 +103,8 @@ def _check_call(
     problem = ""
     if not isinstance(module, nn.Module):
         problem = f"`module`: expected a torch module, got {type(module).__name__}."
-    elif by != "broadcast":
-        problem = f"`by`: expected 'broadcast', got {by!r}."
+    elif by not in ("broadcast", "gradient"):
+        problem = f"`by`: expected 'broadcast' or 'gradient', got {by!r}."
     elif optimizer is not None and not isinstance(optimizer, Optimizer):
         problem = f"`optimizer`: expected a torch optimizer, got {type(optimizer).__name__}."
     elif once and mark_of(module) is None:

@@ -101,7 +101,10 @@ class Structure:
             tie = ""
             place: tuple[int, int] | None = None
             if not unready and not problem and tensor.numel():
-                place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset() * tensor.element_size())
+                place = (
+                    tensor.untyped_storage().data_ptr(),
+                    int(tensor.storage_offset()) * tensor.element_size(),
+                )
                 tie = f", in the memory of `{storages[place]}`" if place in storages else ""
                 tie += _expanded(tensor)
             is_alias = place in storages and _same_view(tensor, self.tensors[storages[place]])

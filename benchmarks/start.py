@@ -1,0 +1,106 @@
+"""What a broadcast of a whole model costs beside one flat buffer of its size: ``python benchmarks/start.py``.
+
+The jobs take turns (A B C A B C ...), so that a busy machine slows all of them; the figures are medians, and the
+time of a job is that of its slowest worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from samestep import launch, start
+from samestep.group import Group
+
+
+def build(width: int, depth: int) -> nn.Module:
+    """A transformer-like stack: per layer 12 x width^2 parameters in matrices, and small vectors beside them."""
+    layers = [
+        nn.ModuleDict(
+            {
+                "norm": nn.LayerNorm(width),
+                "qkv": nn.Linear(width, 3 * width),
+                "out": nn.Linear(width, width),
+                "up": nn.Linear(width, 4 * width),
+                "down": nn.Linear(4 * width, width),
+                "batch_norm": nn.BatchNorm1d(width),
+            }
+        )
+        for _ in range(depth)
+    ]
+    return nn.Sequential(*layers)
+
+
+def clock(job: Callable[[], object], group: Group) -> float:
+    group.barrier()
+    began = time.perf_counter()
+    job()
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    group.barrier()
+    return time.perf_counter() - began
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1 << 20)
+
+
+def work(group: Group, width: int, depth: int, repeats: int) -> dict[str, float]:
+    torch.manual_seed(group.rank)
+    model = build(width, depth).to(group.device)
+    n_parameters = sum(p.numel() for p in model.parameters())
+    before = peak_mib()
+    start.broadcast(model, group=group, verify=False)
+    grown = peak_mib() - before
+    flat = torch.zeros(n_parameters, device=group.device)
+    jobs: dict[str, Callable[[], object]] = {
+        "flat_seconds": lambda: dist.broadcast(flat, src=0, group=group.process_group),
+        "broadcast_seconds": lambda: start.broadcast(model, group=group, verify=False),
+        "verified_seconds": lambda: start.broadcast(model, group=group),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(repeats + 1):
+        for name, job in jobs.items():
+            elapsed = clock(job, group)
+            if turn:
+                seconds[name].append(elapsed)
+    found = {name: statistics.median(values) for name, values in seconds.items()}
+    n_tensors = len([*model.parameters(), *model.buffers()])
+    return {"n_parameters": n_parameters, "n_tensors": n_tensors, "extra_peak_mib": round(grown, 1), **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=11)
+    args = parser.parse_args()
+    rows = []
+    for width, depth in ((832, 12), (256, 127)):  # 100 million parameters in 168 and in 1778 tensors
+        found = launch.run(work, args.workers, width, depth, args.repeats, device=args.device)
+        slowest = {key: max(result[key] for result in found) for key in found[0]}
+        slowest["broadcast_ratio"] = round(slowest["broadcast_seconds"] / slowest["flat_seconds"], 3)
+        slowest["verified_ratio"] = round(slowest["verified_seconds"] / slowest["flat_seconds"], 3)
+        rows.append(slowest)
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "workers": args.workers,
+        "device": args.device,
+        "command": "python benchmarks/start.py " + " ".join(sys.argv[1:]),
+    }
+    print(json.dumps({**machine, "rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
