@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from samestep.cli import encode, report, train
+from samestep.cli import encode, report, schedule, train
 
 __all__ = ["app", "main"]
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command(name="train")(train.train)
 app.command(name="encode")(encode.encode)
 app.command(name="report")(report.report)
+app.command(name="schedule")(schedule.schedule)
 
 
 @app.callback()
