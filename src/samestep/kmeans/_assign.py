@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _PANEL = 512
+_SHORT = 64
 _FAR = 2.0**40
 
 Codes = npt.NDArray[np.int32]
@@ -161,12 +162,20 @@ class Nearest:
     def __init__(self, table: Tensor, n_threads: int) -> None:
         half = table.double().square().sum(1).mul_(0.5).float()
         self._same = _first_copies(table, half)
+        # In few dimensions the product is so short that adding |c|^2 / 2 shows; a column of ones does it inside.
+        self._wide = table.shape[1] <= _SHORT
+        panels = table.neg() if not self._wide else torch.cat([table.neg(), half.unsqueeze(1)], dim=1)
         self._panels = [
-            (begin, table[begin : begin + _PANEL].t().neg().contiguous(), half[begin : begin + _PANEL].contiguous())
+            (
+                begin,
+                panels[begin : begin + _PANEL].t().contiguous(),
+                half[begin : begin + _PANEL].contiguous(),
+            )
             for begin in range(0, table.shape[0], _PANEL)
-        ]  # fmt: skip
+        ]
         width = min(_PANEL, table.shape[0])
         self._scores = [torch.empty(BLOCK_ROWS * width) for _ in range(n_threads)]
+        self._blocks = [torch.ones(BLOCK_ROWS, panels.shape[1]) for _ in range(n_threads)]
         self._rows = np.arange(BLOCK_ROWS)
 
     def codes(self, rows: Tensor, thread: int = 0) -> Codes:
@@ -176,10 +185,10 @@ class Nearest:
         for begin in range(0, n_rows, BLOCK_ROWS):
             block = rows[begin : begin + BLOCK_ROWS]
             n_block = block.shape[0]
-            if n_block < BLOCK_ROWS:
-                padded = torch.zeros(BLOCK_ROWS, rows.shape[1])
-                padded[:n_block] = block
-                block = padded
+            if n_block < BLOCK_ROWS or self._wide:
+                buffer = self._blocks[thread]
+                buffer[:n_block, : rows.shape[1]] = block
+                block = buffer
             codes[begin : begin + n_block] = self._block(block, thread)[:n_block]
         if self._same is None:
             return codes
@@ -192,7 +201,10 @@ class Nearest:
         nearest: npt.NDArray[np.intp]
         for begin, panel, half in self._panels:
             scores = self._scores[thread][: BLOCK_ROWS * half.shape[0]].view(BLOCK_ROWS, half.shape[0])
-            torch.addmm(half, block, panel, out=scores)
+            if self._wide:
+                torch.mm(block, panel, out=scores)
+            else:
+                torch.addmm(half, block, panel, out=scores)
             # numpy's argmin is vectorized, torch's on CPU is not; the view shares the buffer.
             view = scores.numpy()
             nearest = view.argmin(axis=1)

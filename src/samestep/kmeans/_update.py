@@ -109,7 +109,8 @@ def pool_exact(sums: Tensor, term: float, pool: Pool) -> Tensor:
     Collective: all workers call it.
     """
     unit = term / 1.5 * 2.0**-52
-    out = torch.empty_like(sums)
+    # numpy counts nothing as integers, so a worker without rows may bring another dtype.
+    out = torch.empty_like(sums, dtype=torch.float64)
     flat, given = out.view(-1), sums.reshape(-1)
     for begin in range(0, max(given.numel(), 1), _POOL_ELEMENTS):
         # In parts, since integers, their sum and the result would triple the memory of a large table.
