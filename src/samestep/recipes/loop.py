@@ -40,6 +40,7 @@ class Loop:
         loader: gives the shards.
         checkpointer: keeps checkpoints, or None.
         things: further things with a state, by name, for the checkpoints.
+        shown: name of the further sum whose mean tells people how training goes; the loss if empty.
     """
 
     spec: RunSpec
@@ -50,6 +51,7 @@ class Loop:
     loader: ShardLoader
     checkpointer: Checkpointer | None
     things: Mapping[str, Any]
+    shown: str = ""
 
     def restore(self) -> bool:
         """Go to the last checkpoint; return whether there was one.
@@ -109,7 +111,8 @@ class Loop:
         }
         if self.group.is_main:
             self.folder.append("metrics.jsonl", row)
-        self.display.advance(result.step, f"loss {result.loss:.4f}  {rate:,.0f} samples/s")
+        name = self.shown or "loss"
+        self.display.advance(result.step, f"{name.replace('_', ' ')} {row[name]:.4f}  {rate:,.0f} samples/s")
 
     def _all_things(self) -> dict[str, Any]:
         return {"step": self.step, "loader": self.loader, **self.things}

@@ -50,7 +50,8 @@ def encode_file(run: Path, embeddings: str | Sequence[str], out: Path) -> Encode
         raise SpecError(f"--out {out}: expected a name ending in .parquet or .npy.", name="out")
     if not (run / "manifest.json").exists():
         raise SpecError(
-            f"{run}: expected a finished run, got no manifest.json there. Finish it with `samestep train --resume`.",
+            f"{run}: expected a finished run, got no manifest.json there. "
+            "Finish it with `samestep train --resume`.",
             name="run",
         )
     spec = load(SemanticIdsSpec, run / "config.yaml", ['data=""'])

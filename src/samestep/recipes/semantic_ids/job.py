@@ -128,9 +128,7 @@ def _fit_kmeans(job: _Job) -> results.Learned:
             progress=show,
         )
     codes = codebooks.encode(job.part.embeddings, books)
-    return results.Learned(
-        codes, list(books.levels), books.offset, list(books.relative_errors), None, "agree"
-    )
+    return results.Learned(codes, list(books.levels), books.offset, list(books.relative_errors), None)
 
 
 def _train_rqvae(job: _Job, resume: bool) -> results.Learned:
@@ -138,6 +136,7 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned:
     torch.manual_seed(spec.seed)
     model = RQVAE(job.items.dim, spec.n_centroids, spec.latent_dim, spec.hidden, spec.beta).to(group.device)
     start.mark(model)
+    start.mark(model.quantizer)
     optimizer = _optimizer(spec, model)
     scheduler = LRScheduler(optimizer, _schedule(spec), group=group)
     start.broadcast(model, optimizer, group=group)
@@ -157,10 +156,12 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned:
     )  # fmt: skip
     checkpointer = Checkpointer(job.folder.checkpoints, group=group)
     things = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    loop = Loop(spec, group, job.folder, job.display, step, loader, checkpointer, things)
+    loop = Loop(
+        spec, group, job.folder, job.display, step, loader, checkpointer, things, "reconstruction_error"
+    )
     if resume:
         loop.restore()
-    if start.needs_initialization(model):
+    if start.needs_initialization(model.quantizer):
         _initialize(job, model)
     loop.run(_loss)
     audit.check(step.step)
@@ -171,22 +172,25 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned:
 
 
 def _initialize(job: _Job, model: RQVAE) -> None:
-    """Set axes, then codebooks, from all workers' rows; the ordinary loop takes over from there."""
-    rows = job.part.embeddings
-    spec = job.spec
+    """Set axes, then codebooks, from all workers' rows; the ordinary loop takes over from there.
+
+    Each has its own mark in the model's state, so neither is computed again after a resume.
+    """
+    rows, spec = job.part.embeddings, job.spec
+
+    def axes(model: nn.Module) -> dict[str, Tensor]:
+        return compute_axes(model, rows, job.pool)  # type: ignore[arg-type]
+
+    def codebooks_of(quantizer: nn.Module) -> dict[str, Tensor]:
+        tables = compute_codebooks(
+            model, rows, job.pool, max_iterations=spec.kmeans_iterations, seed=spec.seed
+        )
+        return {name.removeprefix("quantizer."): table for name, table in tables.items()}
+
     with job.display.stage("initialization", 2):
-        start.initialize(
-            model, lambda m: compute_axes(m, rows, job.pool), job.group, collective=True, once=False
-        )
+        start.initialize(model, axes, job.group, collective=True)
         job.display.advance(1, "axes")
-        start.initialize(
-            model,
-            lambda m: compute_codebooks(
-                m, rows, job.pool, max_iterations=spec.kmeans_iterations, seed=spec.seed
-            ),
-            job.group,
-            collective=True,
-        )
+        start.initialize(model.quantizer, codebooks_of, job.group, collective=True)
         job.display.advance(2, "codebooks")
 
 
