@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, object]] = {
     "k-means||": {"seeding": "k-means||"},
     "overrelaxed": {"acceleration": "overrelaxed", "seeding": "random"},
     "spherical": {"spherical": True},
-    "balanced": {"balanced": True, "max_iterations": 3},
+    "balanced": {"balanced": True, "max_iterations": 1},
     "keep": {"empty": "keep", "seeding": "random"},
     "few values": {"seeding": "random"},
     "weights": {},
