@@ -2,21 +2,26 @@
 
 BatchNorm's running statistics, observers' ranges, EMA codebooks: every shard starts from the values that the
 step began with, and what the S shards made of them is merged once, in shard order. The default is the mean over
-the shards that had samples; integers (counters) are counted once and flags are or-ed. A module that wants another
-rule says so in an attribute: ``buffer_rules = {"cluster_sum": "sum", "max_val": "max"}``.
+the shards that had samples; integers (counters) are counted once and flags are or-ed. A module that wants
+another rule says so in an attribute, ``buffer_rules = {"cluster_size": ema_sum(0.99), "max_val": "max"}``: a name,
+or a function of the value at the start and those of the shards. What is computed from merged buffers, the module
+sets anew in a method ``buffers_merged()``.
 
 ::
 
     start ──> shard 0 ──> b0 ┐
     start ──> shard 1 ──> b1 ┼─ start + rule(b - start over shards) ──> all replicas
     start ──> shard 2 ──> b2 ┘
+
+A sum over shards of an exponential average needs care: each shard lets the old value decay. `ema_sum` lets it decay
+once, so that eight shards give what one big batch would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +31,31 @@ from samestep.group import Group
 from samestep.reduce import gather_parts, reduce
 from samestep.sharding import tree_fold
 
-__all__ = ["BufferMerge", "Rule"]
+__all__ = ["BufferMerge", "Rule", "ema_sum"]
 
-Rule = Literal["mean", "sum", "max", "min", "once", "own"]
-_RULES = ("mean", "sum", "max", "min", "once", "own")
+Rule: TypeAlias = str | Callable[[Tensor, Sequence[Tensor]], Tensor]
+_RULES = ("mean", "sum", "max", "min", "once")
+
+
+def ema_sum(decay: float) -> Rule:
+    """Return the rule of a buffer that every shard sets to ``decay * start + (1 - decay) * its own sum``.
+
+    The merged buffer is ``decay * start + (1 - decay) * (sum over all shards)``: what one worker with the whole
+    batch would have set. For the cluster sizes and sums of EMA codebooks.
+
+    Args:
+        decay: of the average, 0 to 1.
+
+    Example:
+        >>> start, shards = torch.tensor(10.0), [torch.tensor(9.0), torch.tensor(9.3)]  # sums 0 and 3
+        >>> round(float(ema_sum(0.9)(start, shards)), 4)
+        9.3
+    """
+
+    def rule(start: Tensor, values: Sequence[Tensor]) -> Tensor:
+        return decay * start + tree_fold([value - decay * start for value in values])
+
+    return rule
 
 
 @dataclass(frozen=True)
@@ -60,33 +86,50 @@ class BufferMerge:
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
-        self._group = group
+        self._model, self._group = model, group
         self._slots = _slots(model)
         self._start: list[Tensor] = []
-        self._kept: list[list[Tensor]] = []
-        self._changed: set[int] = set()
+        self._kept: list[dict[int, Tensor]] = []  # of each shard with samples, what it changed
 
     def begin(self) -> None:
         """Remember the buffers as the step begins."""
+        # Modules may register buffers late, in their first forward.
+        self._slots = _slots(self._model)
         self._start = [slot.tensor.clone() for slot in self._slots]
-        self._kept, self._changed = [], set()
+        self._kept = []
 
-    def before_shard(self) -> None:
-        """Put back what an earlier shard of this worker changed."""
-        self._restore()
+    def restore(self) -> None:
+        """Set the buffers to what they were as the step began."""
+        with torch.no_grad():
+            for slot, start in zip(self._slots, self._start):
+                if slot.tensor.shape == start.shape:
+                    slot.tensor.copy_(start)
+                else:
+                    slot.module._buffers[slot.key] = start.clone()
 
     def after_shard(self) -> None:
-        """Keep what the shard, which had samples, made of the buffers."""
-        # By value: BatchNorm's kernels change the running statistics without raising the tensor's version.
-        self._changed |= {
-            i for i, slot in enumerate(self._slots) if not torch.equal(slot.tensor, self._start[i])
-        }
-        if self._slots:
-            self._kept.append([slot.tensor.clone() for slot in self._slots])
+        """Keep what the shard, which had samples, made of the buffers.
+
+        Raises:
+            SpecError: when it changed the shape or dtype of one.
+        """
+        changed = {}
+        for i, (slot, start) in enumerate(zip(self._slots, self._start)):
+            now = slot.tensor
+            if now.shape != start.shape or now.dtype != start.dtype:
+                raise SpecError(
+                    f"buffer `{slot.name}`: expected {tuple(start.shape)} {start.dtype} as the step began, got "
+                    f"{tuple(now.shape)} {now.dtype}. Give buffers their shape before TrainStep is made.",
+                    name=slot.name,
+                )
+            # By value: BatchNorm's kernels change the running statistics without raising the tensor's version.
+            if not torch.equal(now, start):
+                changed[i] = now.clone()
+        self._kept.append(changed)
 
     def rewind(self) -> None:
         """Give up the step: the buffers are as it found them."""
-        self._restore()
+        self.restore()
         self._kept = []
 
     def merge(self) -> None:
@@ -98,29 +141,28 @@ class BufferMerge:
         if not self._slots:
             return
         flags = torch.zeros(len(self._slots), dtype=torch.uint8)
-        flags[list(self._changed)] = 1
+        flags[list({i for changed in self._kept for i in changed})] = 1
         places = [i for i, flag in enumerate(reduce(flags, self._group, "max").tolist()) if flag]
-        places = [i for i in places if self._slots[i].rule != "own"]
         if not places:
             return
-        packed = [torch.cat([_wide(kept[i]).reshape(-1) for i in places]) for kept in self._kept]
+        packed = [
+            torch.cat([_wide(changed.get(i, self._start[i])).reshape(-1) for i in places])
+            for changed in self._kept
+        ]
         shards = _all_shards(packed, sum(_wide(self._start[i]).numel() for i in places), self._group)
         position = 0
         for i in places:
             start = _wide(self._start[i])
-            size = start.numel()
-            values = [shard[position : position + size].view(start.shape) for shard in shards]
+            values = [shard[position : position + start.numel()].view(start.shape) for shard in shards]
+            position += start.numel()
             merged = _merge(self._slots[i].rule, start, values)
             with torch.no_grad():
                 tensor = self._slots[i].tensor
                 tensor.copy_(torch.view_as_complex(merged) if tensor.is_complex() else merged)
-            position += size
-
-    def _restore(self) -> None:
-        with torch.no_grad():
-            for i in self._changed:
-                if self._slots[i].rule != "own":
-                    self._slots[i].tensor.copy_(self._start[i])
+        for module in self._model.modules():
+            recompute = getattr(module, "buffers_merged", None)
+            if callable(recompute):
+                recompute()
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -134,12 +176,14 @@ def _slots(model: nn.Module) -> list[_Slot]:
     for prefix, module in model.named_modules():
         rules = getattr(module, "buffer_rules", {})
         unknown = [
-            f"{key}={rule}" for key, rule in rules.items() if rule not in _RULES or key not in module._buffers
+            f"{key}={rule}"
+            for key, rule in rules.items()
+            if key not in module._buffers or not (callable(rule) or rule in _RULES)
         ]
         if unknown:
             raise SpecError(
                 f"`buffer_rules` of {prefix or 'the model'}: expected names of its buffers with one of "
-                f"{', '.join(_RULES)}, got {', '.join(unknown)}.",
+                f"{', '.join(_RULES)} or a function, got {', '.join(unknown)}.",
                 name=prefix,
             )
         for key, tensor in module._buffers.items():
@@ -156,8 +200,10 @@ def _default(tensor: Tensor) -> Rule:
 
 
 def _merge(rule: Rule, start: Tensor, values: Sequence[Tensor]) -> Tensor:
+    if callable(rule):
+        return rule(start, values)
     if rule == "once":
-        return values[0]
+        return next((value for value in values if not torch.equal(value, start)), start)
     if rule in ("max", "min"):
         stacked = torch.stack(list(values))
         return stacked.amax(0) if rule == "max" else stacked.amin(0)

@@ -1,6 +1,6 @@
 """The shards of one worker: forward, backward, figures, and what went wrong, without a word to the others.
 
-Nothing here communicates. What failed is returned as text, for the tally that follows to make it known to all.
+Nothing here communicates. What failed is returned, for the tally that follows to make it known to all.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import math
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from samestep import lossfn, streams
@@ -19,11 +20,34 @@ from samestep.buffers import BufferMerge
 from samestep.errors import SpecError
 from samestep.gradients import GradientSum
 from samestep.group import Group
-from samestep.lossfn import LossFn, Result
-from samestep.tally import Row
+from samestep.lossfn import LossFn
+from samestep.tally import Failure, Row
 from samestep.watch import ModelWatch
 
-__all__ = ["ShardRunner"]
+__all__ = ["Settings", "ShardRunner"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How shards are run.
+
+    Attributes:
+        block: numbers of this worker's shards, or None when each worker brings any number.
+        autocast: makes the context in which the loss function runs.
+        scaler: torch's GradScaler, or None.
+        micro_batch_size: samples that run at a time, or None for whole shards.
+        seed: of the shards' random streams.
+        allow_nonfinite: leave a loss that is not finite to the gradient's check.
+        alone: whether a loss that talks to other workers is refused.
+    """
+
+    block: range | None
+    autocast: Callable[[], AbstractContextManager[Any]]
+    scaler: Any
+    micro_batch_size: int | None
+    seed: int
+    allow_nonfinite: bool
+    alone: bool
 
 
 class ShardRunner:
@@ -32,134 +56,169 @@ class ShardRunner:
     Args:
         model: plain module.
         group: the workers; only to say who found what.
-        block: numbers of this worker's shards, or None when each worker brings any number.
+        settings: see there.
         gradients: collects the gradients.
         buffers: gives every shard the same ones to start from.
-        autocast: makes the context in which the loss function runs.
-        scaler: torch's GradScaler, or None.
-        micro_batch_size: samples that run at a time, or None for whole shards.
-        seed: of the shards' random streams.
-        allow_nonfinite: leave a loss that is not finite to the gradient's check.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        group: Group,
-        block: range | None,
-        *,
-        gradients: GradientSum,
-        buffers: BufferMerge,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        scaler: Any,
-        micro_batch_size: int | None,
-        seed: int,
-        allow_nonfinite: bool,
+        self, model: nn.Module, group: Group, settings: Settings, gradients: GradientSum, buffers: BufferMerge
     ) -> None:
-        self._model, self._group, self._block = model, group, block
+        self._model, self._group, self._settings = model, group, settings
         self._gradients, self._buffers = gradients, buffers
-        self._autocast, self._scaler = autocast, scaler
-        self._micro_batch_size, self._seed = micro_batch_size, seed
-        self._allow_nonfinite = allow_nonfinite
         self._watch = ModelWatch(model)
-        self._check_mean = True
+        self._trusted: set[Any] = set()  # loss functions that were probed
+        self._shards: list[Any] = []
 
-    def run(self, shards: Iterable[Any], loss_fn: LossFn, step: int) -> tuple[list[Row], Tensor | None, str]:
+    def read(self, shards: Iterable[Any], step: int) -> Failure | None:
+        """Take this worker's shards of a step; the user's own generators may be used meanwhile.
+
+        Args:
+            shards: in order.
+            step: updates applied so far.
+
+        Returns:
+            What failed, or None.
+        """
+
+        def take() -> None:
+            self._shards = []
+            changed = self._watch.change()
+            if changed:
+                raise SpecError(
+                    f"`model`: {changed} after TrainStep was made. Make a new TrainStep.", step=step
+                )
+            self._shards = list(shards)
+            self._check_number(len(self._shards))
+
+        return _attempt(take)
+
+    def run(self, loss_fn: LossFn, step: int) -> tuple[list[Row], Tensor | None, Failure | None]:
         """Run all shards, with the backward of all but the last.
 
         Args:
-            shards: this worker's shards, in order.
             loss_fn: see `lossfn`.
             step: updates applied so far; part of the key of the random streams.
 
         Returns:
-            The shards' figures, the last shard's loss, and what failed (empty when nothing did).
+            The shards' figures, the last shard's loss (None where it has no samples), and what failed, if anything.
         """
         rows: list[Row] = []
-        try:
-            changed = self._watch.change()
-            if changed:
-                raise SpecError(
-                    f"model: {changed} after TrainStep was made. Make a new TrainStep.", step=step
-                )
-            mine = list(shards)
-            self._check_number(len(mine))
-            pending = None
-            for place, shard in enumerate(mine):
-                is_last = place == len(mine) - 1
-                row, loss = self._run_shard(shard, place, loss_fn, step, is_last)
+        pending: list[Tensor | None] = [None]
+
+        def work() -> None:
+            for place in range(len(self._shards)):
+                row, loss = self._run_shard(place, loss_fn, step)
                 rows.append(row)
-                if is_last:
-                    pending = loss
-                else:
-                    self.backward(loss)
+                if place < len(self._shards) - 1:
+                    if loss is not None:
+                        torch.autograd.backward(self.scale(loss))
                     self._gradients.keep()
-            return rows, pending, ""
-        except SpecError as error:
-            return rows, None, str(error)
-        except Exception:
-            return rows, None, traceback.format_exc()
+                else:
+                    pending[0] = loss
 
-    def _run_shard(
-        self, shard: Any, place: int, loss_fn: LossFn, step: int, is_last: bool
-    ) -> tuple[Row, Tensor]:
+        failure = _attempt(work)
+        return rows, pending[0], failure
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss, scaled where there is a GradScaler."""
+        scaler = self._settings.scaler
+        return loss if scaler is None else scaler.scale(loss)
+
+    def find_nonfinite(self, loss_fn: LossFn, step: int) -> tuple[int, str]:
+        """Run the shards again, one by one, and return (place, name) of the first gradient that is not finite.
+
+        For the message when the mean gradient is not finite; gradients and buffers are the caller's to put back.
+
+        Args:
+            loss_fn: as in `run`.
+            step: as in `run`.
+
+        Returns:
+            Number of the shard, or -1 when every shard's gradient is finite by itself; name of the parameter.
+        """
+        for place in range(len(self._shards)):
+            self._gradients.begin()
+            _, loss = self._run_shard(place, loss_fn, step)
+            if loss is not None:
+                torch.autograd.backward(loss)
+            for name, parameter in self._model.named_parameters():
+                if parameter.grad is not None and not bool(torch.isfinite(_values(parameter.grad)).all()):
+                    return self._number(place), name
+        return -1, ""
+
+    def _run_shard(self, place: int, loss_fn: LossFn, step: int) -> tuple[Row, Tensor | None]:
         """Return the figures of one shard and the loss sum whose backward is still to run."""
+        shard, number = self._shards[place], self._number(place)
         if lossfn.is_empty(shard):
-            return Row(0.0, 0.0, {}), self._gradients.forward_nothing(is_last)
-        number = place if self._block is None else self._block[place]
-        if self._block is None:
-            number = self._group.rank * 1_000_003 + place  # a stream of its own, at this layout
-        streams.seed_all(self._seed, step, number)
-        self._buffers.before_shard()
-        pieces = [shard]
-        if self._micro_batch_size is not None:
-            pieces = list(lossfn.cut(shard, self._micro_batch_size))
-        results: list[Result] = []
-        for index, piece in enumerate(pieces):
-            final = index == len(pieces) - 1
-            result = self._gradients.forward(partial(self._call, loss_fn, piece), is_last and final)
-            results.append(result)
-            if not final:
-                self.backward(result.loss)
-        row = _add_rows([result.row for result in results])
-        if row.count and not math.isfinite(row.loss) and not self._allow_nonfinite:
+            return Row(0.0, 0.0, {}), None
+        halves = None
+        kind = getattr(loss_fn, "__code__", type(loss_fn))
+        if kind not in self._trusted:
+            self._start_shard(step, number)
+            with self._settings.autocast():
+                halves = lossfn.probe(loss_fn, self._model, shard, self._settings.alone)
+        self._start_shard(step, number)
+        row, loss = self._run_pieces(loss_fn, shard)
+        if row.count and not math.isfinite(row.loss) and not self._settings.allow_nonfinite:
             raise SpecError(f"loss of shard {number}: expected a finite sum, got {row.loss}.", step=step)
+        if halves is not None:
+            lossfn.check_sum(halves, row)
+            self._trusted.add(kind)
+        if not row.count:
+            return row, None  # without samples: no gradient, no part in the buffers
         self._buffers.after_shard()
-        if self._check_mean:
-            self._refuse_mean(loss_fn, shard, row)
-        return row, results[-1].loss
+        return row, loss
 
-    def _call(self, loss_fn: LossFn, piece: Any) -> Result:
-        with self._autocast():
-            return lossfn.call(loss_fn, self._model, piece)
+    def _start_shard(self, step: int, number: int) -> None:
+        streams.seed_all(self._settings.seed, step, number)
+        self._buffers.restore()
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward of a loss sum, scaled where there is a GradScaler."""
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+    def _run_pieces(self, loss_fn: LossFn, shard: Any) -> tuple[Row, Tensor | None]:
+        size = self._settings.micro_batch_size
+        rows: list[Row] = []
+        loss = None  # of the piece before, where it had samples
+        for piece in [shard] if size is None else lossfn.cut(shard, size):
+            if loss is not None:
+                torch.autograd.backward(self.scale(loss))
+                self._gradients.between()
+            with self._settings.autocast():
+                result = lossfn.call(loss_fn, self._model, piece)
+            loss = result.loss if result.row.count else None
+            rows.append(result.row)
+        return _add_rows(rows), loss
 
-    def _refuse_mean(self, loss_fn: LossFn, shard: Any, row: Row) -> None:
-        """Find a mean returned for a sum, once, on the first shard that can tell."""
-        self._check_mean = False
-        with self._autocast():
-            suspicious = lossfn.looks_like_mean(loss_fn, self._model, shard, row)
-        if suspicious:
-            raise SpecError(
-                "`loss_fn`: the loss of a shard is the mean of its halves' losses, not their sum. "
-                'Return a sum (reduction="sum") and the count behind it.',
-                name="loss_fn",
-            )
+    def _number(self, place: int) -> int:
+        block = self._settings.block
+        # Without a fixed number of shards: a stream of its own for every worker and place, at this layout.
+        return self._group.rank * 1_000_003 + place if block is None else block[place]
 
     def _check_number(self, n_shards: int) -> None:
-        if self._block is not None and n_shards != len(self._block):
+        block = self._settings.block
+        if block is not None and n_shards != len(block):
             raise SpecError(
-                f"`shards`: expected {len(self._block)} on rank {self._group.rank} of {self._group.world_size} "
-                f"(shards {self._block.start} to {self._block.stop - 1}), got {n_shards}.",
+                f"`shards`: expected {len(block)} on rank {self._group.rank} of {self._group.world_size} "
+                f"(shards {block.start} to {block.stop - 1}), got {n_shards}.",
                 name="shards",
             )
         if n_shards == 0:
             raise SpecError(
                 "`shards`: expected at least one, got none. Pass empty shards instead.", name="shards"
             )
+
+
+def _attempt(work: Callable[[], None]) -> Failure | None:
+    try:
+        work()
+    except SpecError as error:
+        return Failure(str(error), is_spec=True)
+    except Exception:
+        return Failure(traceback.format_exc())
+    return None
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
 
 
 def _add_rows(rows: list[Row]) -> Row:

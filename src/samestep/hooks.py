@@ -13,13 +13,16 @@ divide once by the total weight.
         optimizer.step()
 
 `weighted_mean` adds with the backend's all-reduce: replicas agree, other world sizes within rounding.
-`ordered_mean` adds along a fixed tree over ranks: the same bits for every bucket size.
+`ordered_mean` adds along a fixed tree over ranks: the same bits for every bucket size. `weighted` makes a weighted
+mean of a hook that takes the mean of workers, such as torch's compression hooks.
 """
 
 # No postponed annotations here: DDP reads those of a comm hook and does not accept strings.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import SpecError
 from samestep.group import Group
-from samestep.reduce import ordered_sum
+from samestep.reduce import gather_parts
 from samestep.tree import Layout, tree_sum
 
-__all__ = ["Weights", "ordered_mean", "register", "weighted_mean"]
+__all__ = ["Hook", "Weights", "beside", "ordered_mean", "register", "weighted", "weighted_mean"]
 
 Hook = Callable[["Weights", dist.GradBucket], "Future[Tensor]"]
 
@@ -56,17 +59,16 @@ class Weights:
     def weigh(self, loss: Tensor, weight: float) -> Tensor:
         """Return the loss to call `backward` on, and count its weight.
 
-        Call it once per micro-batch, before its backward, under ``no_sync`` too.
+        Call it once per micro-batch, before its backward, under ``no_sync`` too. A weight that is negative or not
+        finite is refused on all workers in the backward that communicates.
 
         Args:
-            loss: scalar mean over the micro-batch.
+            loss: scalar mean over the micro-batch. With weight 0 its value does not matter (the mean of nothing is
+                NaN), but its gradient must be finite: clamp a denominator of your own.
             weight: samples or tokens behind that mean, >= 0; 0 for a worker that has none.
 
         Returns:
             Scalar `loss` x `weight`: the sum over the micro-batch.
-
-        Raises:
-            SpecError: when the weight is negative or not finite.
         """
         self.add(weight)
         return loss * weight if weight else torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0.0
@@ -74,42 +76,56 @@ class Weights:
     def add(self, weight: float) -> None:
         """Count the weight of a micro-batch whose loss is already a sum.
 
-        Raises:
-            SpecError: when the weight is negative or not finite.
+        Args:
+            weight: as in `weigh`.
         """
-        if not 0 <= weight < float("inf"):
-            raise SpecError(
-                f"`weight`: expected a finite number >= 0, got {weight} on rank {self.group.rank}. "
-                "Pass the number of samples or tokens behind the loss.",
-                rank=self.group.rank,
-                name="weight",
-            )
-        self.local += float(weight)
+        # A bad weight must reach the exchange: an error here would leave the other workers waiting for us.
+        self.local = self.local + float(weight) if weight >= 0 else float("nan")
 
     def total(self, is_last: bool) -> float:
         """Return the weight of all workers for this update; `is_last` closes the update's account.
 
         Raises:
-            SpecError: on all workers, when no worker counted any weight.
+            SpecError: on all workers, when a weight is negative or not finite, or no worker counted any.
 
         Collective: in the first bucket of an update.
         """
         if self._total is None:
-            self._total = float(ordered_sum(torch.tensor([self.local], dtype=torch.float64), self.group))
+            self._total = self._exchange()
         total = self._total
         if is_last:
-            self.local, self._total = 0.0, None
-        if total == 0:
+            self.reset()
+        return total
+
+    def _exchange(self) -> float:
+        each = [
+            float(part) for part in gather_parts(torch.tensor([self.local], dtype=torch.float64), self.group)
+        ]
+        wrong = [rank for rank, weight in enumerate(each) if not weight < float("inf")]
+        if wrong:
+            self.reset()
+            raise SpecError(
+                "`weight`: expected finite numbers >= 0, got a negative one, NaN or infinity on rank "
+                f"{wrong[0]} of {self.group.world_size}. Pass the number of samples or tokens behind the loss.",
+                rank=wrong[0],
+                name="weight",
+            )
+        if sum(each) == 0:
+            self.reset()
             raise SpecError(
                 "`weight`: expected at least one worker with samples, got 0 on all of them. "
                 "Call weights.weigh(loss, n_samples) before each backward.",
                 name="weight",
             )
-        return total
+        return sum(each)
 
     def set_total(self, total: float) -> None:
         """Give the total weight of this update, where the caller already knows it."""
         self._total = total
+
+    def reset(self) -> None:
+        """Forget the weights counted so far, where an update is given up."""
+        self.local, self._total = 0.0, None
 
     def layout(self) -> Layout:
         """Return the tree over ranks: one shard per worker."""
@@ -127,9 +143,11 @@ def register(
 ) -> Weights:
     """Attach a hook to a DDP model and return the state that takes the weights.
 
+    One backward per update communicates; micro-batches before it run under ``ddp_model.no_sync()``.
+
     Args:
         ddp_model: before its first backward, without another comm hook.
-        hook: `weighted_mean`, `ordered_mean`, or one of them wrapped.
+        hook: `weighted_mean`, `ordered_mean`, or another one made `weighted`.
         group: the workers that the model was wrapped for.
         reduce_dtype: dtype of the sums for half-precision gradients, None to keep theirs.
 
@@ -166,7 +184,7 @@ def weighted_mean(weights: Weights, bucket: dist.GradBucket) -> Future[Tensor]:
     total = weights.total(bucket.is_last())
     flat = _raised(bucket.buffer(), weights.reduce_dtype)
     if weights.group.world_size == 1:
-        return _done(_settled(flat, total, bucket.buffer()))
+        return beside(lambda: _settled(flat, total, bucket.buffer()), flat.device)
     work = dist.all_reduce(flat, group=weights.group.process_group, async_op=True)
     assert work is not None
     reduced: Future[Tensor] = work.get_future().then(
@@ -183,17 +201,76 @@ def ordered_mean(weights: Weights, bucket: dist.GradBucket) -> Future[Tensor]:
 
     Args:
         weights: from `register`.
-        bucket: gradients of loss *sums* (see `Weights.weigh`).
+        bucket: gradients of loss *sums* (see `Weights.weigh`), dense.
 
     Returns:
         Future of a tensor of the bucket's shape and dtype, equal bit for bit on all workers.
 
+    Raises:
+        SpecError: when the gradients are sparse.
+
     Collective: all workers, once per bucket; the weights travel once per update.
     Numerics: order-fixed; half precision accumulates in `weights.reduce_dtype`.
     """
+    if bucket.buffer().layout != torch.strided:
+        raise SpecError(
+            "ordered_mean: got a sparse gradient, whose additions have no fixed order. Use sparse=False, or "
+            "hooks.weighted_mean."
+        )
     total = weights.total(bucket.is_last())
-    flat = _raised(bucket.buffer(), weights.reduce_dtype)
-    return _done(_settled(tree_sum([flat], weights.layout(), weights.group), total, bucket.buffer()))
+
+    def mean() -> Tensor:
+        flat = _raised(bucket.buffer(), weights.reduce_dtype)
+        return _settled(tree_sum([flat], weights.layout(), weights.group), total, bucket.buffer())
+
+    return beside(mean, bucket.buffer().device)
+
+
+def weighted(hook: Callable[[Any, dist.GradBucket], Any], state: Any = None) -> Hook:
+    """Return a hook that takes the exact weighted mean by way of one that takes the plain mean over workers.
+
+    The gradients of loss sums are multiplied by world size / total weight first, so that the plain mean of what
+    comes out is the weighted one. The wrapped hook sees values of the size of a mean gradient.
+
+    Args:
+        hook: of torch, such as ``default_hooks.fp16_compress_hook`` or ``powerSGD_hook.powerSGD_hook``.
+        state: the wrapped hook's own, such as a ``PowerSGDState``; None for the group's process group.
+
+    Returns:
+        A hook for `register`; as exact as the wrapped one.
+    """
+
+    def run(weights: Weights, bucket: dist.GradBucket) -> Future[Tensor]:
+        total = weights.total(bucket.is_last())
+        bucket.buffer().mul_(weights.group.world_size / total)
+        future: Future[Tensor] = hook(weights.group.process_group if state is None else state, bucket)
+        return future
+
+    return run
+
+
+def beside(work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+    """Return a finished future of ``work()``, which on CUDA runs on a stream of its own, beside the backward.
+
+    Args:
+        work: may communicate; its result lies on `device`.
+        device: of the bucket.
+    """
+    if device.type != "cuda":
+        future: Future[Tensor] = torch.futures.Future()
+        future.set_result(work())
+        return future
+    stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    later: Future[Tensor] = torch.futures.Future(devices=[device])
+    with torch.cuda.stream(stream):
+        later.set_result(work())
+    return later
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _raised(flat: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -203,12 +280,6 @@ def _raised(flat: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _settled(summed: Tensor, total: float, bucket: Tensor) -> Tensor:
     mean = summed.div_(total)
-    if mean.data_ptr() == bucket.data_ptr():
+    if mean.layout != torch.strided or mean.data_ptr() == bucket.data_ptr():
         return mean
     return bucket.copy_(mean)  # DDP wants the bucket's own dtype, and views of it may be the gradients
-
-
-def _done(value: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = torch.futures.Future()
-    future.set_result(value)
-    return future

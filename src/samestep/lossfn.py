@@ -3,24 +3,30 @@
 A loss function returns a *sum* over the shard and the *count* behind it; the exact mean over the global batch is
 the sum of the sums over the sum of the counts. What it returns is checked here, in words that say which part is
 wrong; the commonest mistake, a mean in place of the sum, is found by cutting a shard in two.
+
+A loss over the whole global batch (contrastive, over gathered embeddings) talks to the other workers inside the
+loss function. Its value then depends on how the shards are spread, which exact mode refuses, unless the function
+says ``loss_fn.collective = True``: that its shard's loss and gradient do not depend on the number of workers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.errors import SpecError
 from samestep.sharding import Shard
 from samestep.tally import Row
 
-__all__ = ["LossFn", "Result", "call", "cut", "is_empty", "looks_like_mean"]
+__all__ = ["LossFn", "Result", "call", "check_sum", "cut", "is_empty", "probe"]
 
 LossFn = Callable[[nn.Module, Any], Any]
 
@@ -65,7 +71,13 @@ def call(loss_fn: LossFn, model: nn.Module, shard: Any) -> Result:
         )
     figures = {str(name): _figure(value, f"sum `{name}`") for name, value in sums.items()}
     number = _count(count)
-    if number and not (loss.requires_grad or not torch.is_grad_enabled()):
+    if not number and float(loss.detach()) != 0:
+        raise SpecError(
+            f"`loss_fn`: expected a loss sum of 0 with count 0, got {float(loss.detach())}. "
+            "Return a sum, which is 0 over nothing, and the count behind it.",
+            name="loss_fn",
+        )
+    if number and torch.is_grad_enabled() and not loss.requires_grad:
         raise SpecError(
             "`loss_fn`: the loss sum does not depend on any trainable parameter. "
             "Compute it from the model that is passed in, outside torch.no_grad().",
@@ -99,26 +111,72 @@ def cut(shard: Any, size: int) -> Iterator[Any]:
             yield piece
 
 
-def looks_like_mean(loss_fn: LossFn, model: nn.Module, shard: Any, whole: Row) -> bool:
-    """Return whether the loss of a shard is rather the mean of its halves' losses than their sum.
+def probe(loss_fn: LossFn, model: nn.Module, shard: Any, alone: bool) -> list[Row]:
+    """Return what the loss function says of a shard's two halves; of the whole where it cannot be cut.
 
     Args:
-        loss_fn: called twice more, without gradients.
-        model: as it was for the whole shard; buffers and generators are the caller's to put back.
-        shard: the whole shard.
-        whole: what the loss function said of it.
+        loss_fn: called without gradients.
+        model: its buffers, and the generators, are the caller's to put back.
+        shard: with samples.
+        alone: whether a loss that talks to other workers is refused.
+
+    Raises:
+        SpecError: when the loss function breaks its contract, or talks to other workers where it must not.
     """
     try:
         n_samples = _length(shard.batch if isinstance(shard, Shard) else shard)
     except SpecError:
-        return False  # not a batch of tensors: it cannot be cut, so nothing can be said
-    if n_samples < 2 or whole.count <= 1 or not math.isfinite(whole.loss) or whole.loss == 0:
-        return False
-    with torch.no_grad():
-        halves = [call(loss_fn, model, half).row for half in cut(shard, (n_samples + 1) // 2)]
-    ratio = sum(half.loss for half in halves) / whole.loss
+        n_samples = 1  # not a batch of tensors
+    pieces = list(cut(shard, (n_samples + 1) // 2)) if n_samples > 1 else [shard]
+    refused = alone and not getattr(loss_fn, "collective", False)
+    guard = _NoTalking() if refused else nullcontext()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), guard:
+        return [call(loss_fn, model, piece).row for piece in pieces]
+
+
+def check_sum(halves: list[Row], whole: Row) -> None:
+    """Refuse a loss that is the mean of its halves' losses rather than their sum.
+
+    Args:
+        halves: from `probe`.
+        whole: what the loss function said of the whole shard.
+
+    Raises:
+        SpecError: when it is.
+    """
     counts = sum(half.count for half in halves)
-    return counts == whole.count and abs(ratio - 2) < 0.1 < abs(ratio - 1)
+    if (
+        len(halves) != 2
+        or whole.count <= 1
+        or counts != whole.count
+        or not all(half.count for half in halves)
+    ):
+        return
+    if not math.isfinite(whole.loss) or whole.loss == 0:
+        return
+    ratio = sum(half.loss for half in halves) / whole.loss
+    # Dropout and batch statistics move both a little; a mean gives 2, a sum 1.
+    if abs(ratio - 2) < 0.25:
+        raise SpecError(
+            f"`loss_fn`: the loss of a shard, {whole.loss:.6g}, is the mean of its halves' losses, "
+            f"{halves[0].loss:.6g} and {halves[1].loss:.6g}, not their sum. "
+            'Return a sum (reduction="sum") and the count behind it.',
+            name="loss_fn",
+        )
+
+
+class _NoTalking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses collectives inside it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise SpecError(
+                f"`loss_fn`: exact mode got a loss that talks to other workers ({func}): over gathered samples its "
+                "value depends on how the shards are spread. Use mode='fast', or declare with "
+                "`loss_fn.collective = True` that a shard's loss does not depend on the number of workers.",
+                name="loss_fn",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _count(count: Any) -> float:

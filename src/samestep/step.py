@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep import streams
+from samestep import streams, watch
 from samestep.buffers import BufferMerge
 from samestep.errors import SamestepError, SpecError
-from samestep.forward import ShardRunner
+from samestep.forward import Settings, ShardRunner
 from samestep.gradients import GradientSum, Mode
 from samestep.group import Group
 from samestep.lossfn import LossFn
@@ -126,26 +126,18 @@ class TrainStep:
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizer = optimizer
         self.step = 0
-        self._group = group
+        self._group, self._exact = group, mode == "exact"
         self._scheduler, self._scaler = scheduler, scaler
         self._clip_norm, self._skip, self._audit = clip_norm, on_nonfinite == "skip", audit
-        problem = _problem(self.model, group, shards, mode, clip_norm, micro_batch_size, on_nonfinite)
-        group.agree(not problem, problem, SpecError)
+        options = {"mode": mode, "clip_norm": clip_norm, "micro_batch_size": micro_batch_size}
+        watch.check(self.model, optimizer, group, shards, {**options, "on_nonfinite": on_nonfinite})
         self._gradients = GradientSum(self.model, group, mode, shards, find_unused_parameters, bucket_cap_mb)
         self._buffers = BufferMerge(self.model, group)
         self._tally = Tally(group)
-        self._runner = ShardRunner(
-            self.model,
-            group,
-            None if shards is None else shard_range(shards, group.world_size, group.rank),
-            gradients=self._gradients,
-            buffers=self._buffers,
-            autocast=autocast,
-            scaler=scaler,
-            micro_batch_size=micro_batch_size,
-            seed=seed,
-            allow_nonfinite=scaler is not None or self._skip,
-        )
+        block = None if shards is None else shard_range(shards, group.world_size, group.rank)
+        lenient = scaler is not None or self._skip
+        settings = Settings(block, autocast, scaler, micro_batch_size, seed, lenient, self._exact)
+        self._runner = ShardRunner(self.model, group, settings, self._gradients, self._buffers)
 
     def train_step(self, shards: Iterable[Any], loss_fn: LossFn) -> StepResult:
         """Run this worker's shards, apply one update from the global batch, and return the global figures.
@@ -164,20 +156,25 @@ class TrainStep:
 
         Collective: all ranks of the group.
         """
-        with streams.preserved(self._group.device):
-            self._gradients.begin()
-            self._buffers.begin()
-            rows, pending, failure = self._runner.run(shards, loss_fn, self.step)
-            try:
+        self._gradients.begin()
+        self._buffers.begin()
+        try:
+            unread = self._runner.read(shards, self.step)
+            with streams.preserved(self._group.device):
+                rows, pending, failure = (
+                    ([], None, unread) if unread else self._runner.run(loss_fn, self.step)
+                )
                 totals = self._tally.exchange(rows, failure)
                 self._refuse_empty(totals)
-            except SamestepError as error:
-                self._abort()
+                self._gradients.finish(pending, self._runner.scale, totals.count)
+                norm, fine = self._judge(totals, loss_fn)
+        except BaseException as error:
+            self._buffers.rewind()
+            self._gradients.begin()
+            if isinstance(error, SamestepError):
                 error.step = self.step
-                raise
-            assert pending is not None
-            self._gradients.finish(lambda: self._runner.backward(pending), totals.count)
-        return self._update(totals)
+            raise
+        return self._update(totals, norm, fine)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of applied updates, as JSON data."""
@@ -195,25 +192,39 @@ class TrainStep:
                 step=self.step,
             )
 
-    def _abort(self) -> None:
-        self._buffers.rewind()
-        self._gradients.begin()
-
-    def _update(self, totals: Totals) -> StepResult:
-        lr = tuple(float(options["lr"]) for options in self.optimizer.param_groups)
+    def _judge(self, totals: Totals, loss_fn: LossFn) -> tuple[float, bool]:
+        """Return the gradient's norm and whether to apply it; the same on all workers, as the gradient is."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         norm = float(self._norm())
-        fine = math.isfinite(norm)
-        if not fine and self._scaler is None and not self._skip:
-            name = next(n for n, p in self.model.named_parameters() if not _finite(p.grad))
-            self._abort()
+        fine = math.isfinite(norm) and (self._scaler is not None or math.isfinite(totals.loss))
+        if fine or self._scaler is not None or self._skip:
+            return norm, fine
+        name = next((n for n, p in self.model.named_parameters() if not _finite(p.grad)), None)
+        if name is None:
             raise SpecError(
-                f"step {self.step}: the mean gradient of `{name}` is not finite. Lower the learning rate, clip, or "
-                'pass on_nonfinite="skip".',
+                f"step {self.step}: the gradient is finite, but its norm is {norm}. Scale the loss down.",
                 step=self.step,
-                name=name,
             )
+        shard, first = self._runner.find_nonfinite(loss_fn, self.step)
+        found = f"gradient of `{first}` is not finite on shard {shard}" if first else ""
+        each = self._group.gather_text(found)
+        where = [
+            f"{text} (rank {rank} of {self._group.world_size})" for rank, text in enumerate(each) if text
+        ]
+        cause = (
+            "; ".join(where)
+            or f"mean gradient of `{name}` is not finite, though every shard's is: it overflows"
+        )
+        raise SpecError(
+            f'step {self.step}: {cause}. Lower the learning rate, clip, or pass on_nonfinite="skip".',
+            step=self.step,
+            name=(first if where and found else name),
+            rank=next((rank for rank, text in enumerate(each) if text), None),
+        )
+
+    def _update(self, totals: Totals, norm: float, fine: bool) -> StepResult:
+        lr = tuple(float(options["lr"]) for options in self.optimizer.param_groups)
         if fine:
             self._clip(norm)
             self.optimizer.step()
@@ -230,52 +241,23 @@ class TrainStep:
         mean = totals.loss / totals.count
         return StepResult(self.step, mean, totals.count, norm, lr, fine, totals.sums)
 
-    def _norm(self) -> Tensor:
+    def _grads(self) -> list[Tensor]:
         grads = [p.grad for p in self._gradients.parameters if p.grad is not None]
-        return torch.nn.utils.get_total_norm(grads)
+        return [g if g.layout == torch.strided else g.coalesce() for g in grads]
+
+    def _norm(self) -> Tensor:
+        values = [g if g.layout == torch.strided else g.values() for g in self._grads()]
+        if self._exact and self._group.device.type == "cuda":
+            # CUDA's sums over a tensor depend on where it begins, and that differs between buckets and world sizes.
+            values = [g if g.data_ptr() % 512 == 0 else g.clone() for g in values]
+        return torch.nn.utils.get_total_norm(values)
 
     def _clip(self, norm: float) -> None:
         if self._clip_norm is not None and norm > self._clip_norm:
-            grads = [p.grad for p in self._gradients.parameters if p.grad is not None]
-            torch._foreach_mul_(grads, self._clip_norm / norm)
-
-
-def _problem(
-    model: nn.Module,
-    group: Group,
-    shards: int | None,
-    mode: str,
-    clip_norm: float | None,
-    micro_batch_size: int | None,
-    on_nonfinite: str,
-) -> str:
-    """Return what is wrong with the settings, in words; empty when nothing is."""
-    if mode not in ("fast", "exact"):
-        return f"`mode`: expected 'fast' or 'exact', got {mode!r}."
-    if mode == "exact" and shards is None:
-        return "`shards`: exact mode needs their number. Pass shards=S, at least the largest world size."
-    if shards is not None and shards < group.world_size:
-        return (
-            f"`shards`: expected at least world_size={group.world_size}, got {shards}. "
-            "Use fewer workers or more shards."
-        )
-    if clip_norm is not None and not 0 < clip_norm < math.inf:
-        return f"`clip_norm`: expected a finite number > 0, got {clip_norm}."
-    if micro_batch_size is not None and micro_batch_size < 1:
-        return f"`micro_batch_size`: expected at least 1, got {micro_batch_size}."
-    if on_nonfinite not in ("raise", "skip"):
-        return f"`on_nonfinite`: expected 'raise' or 'skip', got {on_nonfinite!r}."
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not trainable:
-        return "`model`: expected at least one trainable parameter, got none."
-    for name, parameter in trainable:
-        if parameter.device.type != group.device.type:
-            return (
-                f"`model`: expected all parameters on {group.device}, got `{name}` on {parameter.device}. "
-                "Call model.to(group.device) before making the optimizer."
-            )
-    return ""
+            for parameter in self._gradients.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._clip_norm / norm)
 
 
 def _finite(grad: Tensor | None) -> bool:
-    return grad is None or bool(torch.isfinite(grad).all())
+    return grad is None or grad.layout != torch.strided or bool(torch.isfinite(grad).all())

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from samestep.errors import AgreementError
+from samestep.errors import AgreementError, SamestepError, SpecError
 from samestep.group import Group
 from samestep.sharding import tree_fold
 
-__all__ = ["Row", "Tally", "Totals"]
+__all__ = ["Failure", "Row", "Tally", "Totals"]
 
-_HEADER = 2  # rows that follow, and whether the long form is needed
+_HEADER = 2  # rows that follow, and one of:
+_SHORT, _LONG, _BROKEN, _FAILED = 0.0, 1.0, 2.0, 3.0  # broken: a contract; failed: an exception
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,14 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """What went wrong on this worker: `text`, and whether it is a contract of ours that was broken."""
+
+    text: str
+    is_spec: bool = False
+
+
+@dataclass(frozen=True)
 class Totals:
     """Figures of the global batch, equal on all workers.
 
@@ -45,17 +54,13 @@ class Totals:
         count: samples or tokens.
         loss: sum over them.
         sums: further sums by name.
-        n_filled: shards with count > 0.
         rows: every shard's figures, in shard order.
-        notes: what each worker had to say beside its figures, by rank; empty strings when nobody did.
     """
 
     count: float
     loss: float
     sums: dict[str, float]
-    n_filled: int
     rows: tuple[Row, ...]
-    notes: tuple[str, ...]
 
 
 class Tally:
@@ -71,54 +76,65 @@ class Tally:
         self._n_rows = 0
         self._names: tuple[str, ...] = ()
 
-    def exchange(self, rows: Sequence[Row], failure: str = "", note: str = "") -> Totals:
+    def exchange(self, rows: Sequence[Row], failure: Failure | None = None) -> Totals:
         """Return the totals over all workers.
 
         Args:
             rows: this worker's shards, in shard order.
             failure: what went wrong on this worker, if anything; `rows` are then not read.
-            note: text for all workers, rarely: it takes the long form.
 
         Raises:
-            AgreementError: on all workers, when one of them failed; names the ranks and what they said.
+            SpecError: on all workers, when some of them broke a contract and nothing else failed; names the ranks
+                and what they said.
+            AgreementError: on all workers, when one of them failed otherwise.
 
         Collective: all ranks of the group.
         Numerics: order-fixed; float64.
         """
-        if self._group.world_size == 1:
-            everything = [(rows, note)]
-            if failure:
-                raise AgreementError(failure, rank=0)
+        if self._group.world_size > 1:
+            merged = tuple(self._gather(rows, failure))
+        elif failure is None:
+            merged = tuple(rows)
         else:
-            everything = self._gather(rows, failure, note)
-        merged = tuple(row for part, _ in everything for row in part)
+            raise (SpecError if failure.is_spec else AgreementError)(failure.text, rank=0)
         names = sorted({name for row in merged for name in row.sums})
         return Totals(
             count=tree_fold([row.count for row in merged]) if merged else 0.0,
             loss=tree_fold([row.loss for row in merged]) if merged else 0.0,
             sums={name: tree_fold([row.sums.get(name, 0.0) for row in merged]) for name in names},
-            n_filled=sum(row.count > 0 for row in merged),
             rows=merged,
-            notes=tuple(text for _, text in everything),
         )
 
-    def _gather(self, rows: Sequence[Row], failure: str, note: str) -> list[tuple[Sequence[Row], str]]:
+    def _gather(self, rows: Sequence[Row], failure: Failure | None) -> list[Row]:
         width = 2 + len(self._names)
-        fits = len(rows) <= self._n_rows and all(set(row.sums) <= set(self._names) for row in rows)
-        short = fits and not failure and not note
-        packed = torch.zeros(_HEADER + self._n_rows * width, dtype=torch.float64)
-        packed[0], packed[1] = len(rows), float(not short)
-        if short:
+        packed = [0.0] * (_HEADER + self._n_rows * width)
+        packed[:_HEADER] = float(len(rows)), self._form(rows, failure)
+        if packed[1] == _SHORT:
             for index, row in enumerate(rows):
-                figures = [row.count, row.loss, *(row.sums.get(name, 0.0) for name in self._names)]
                 start = _HEADER + index * width
-                packed[start : start + width] = torch.tensor(figures, dtype=torch.float64)
-        parts = [torch.empty_like(packed) for _ in range(self._group.world_size)]
+                packed[start : start + width] = (
+                    row.count,
+                    row.loss,
+                    *(row.sums.get(n, 0.0) for n in self._names),
+                )
+        mine = torch.tensor(packed, dtype=torch.float64)
+        parts = [torch.empty_like(mine) for _ in range(self._group.world_size)]
         with self._group.collective("exchange of loss sums and counts"):
-            dist.all_gather(parts, packed, group=self._group.process_group)
-        if any(part[1] for part in parts):
-            return self._gather_long(rows, failure, note)
-        return [(self._unpack(part.tolist(), width), "") for part in parts]
+            dist.all_gather(parts, mine, group=self._group.process_group)
+        everything = [part.tolist() for part in parts]
+        form = max(part[1] for part in everything)
+        if form >= _BROKEN:
+            error: type[SamestepError] = SpecError if form == _BROKEN else AgreementError
+            self._group.agree(failure is None, failure.text if failure else "", error)
+        if form >= _LONG:
+            return self._gather_long(rows)
+        return [row for part in everything for row in self._unpack(part, width)]
+
+    def _form(self, rows: Sequence[Row], failure: Failure | None) -> float:
+        if failure is not None:
+            return _BROKEN if failure.is_spec else _FAILED
+        fits = len(rows) <= self._n_rows and all(set(row.sums) <= set(self._names) for row in rows)
+        return _SHORT if fits else _LONG
 
     def _unpack(self, figures: list[float], width: int) -> list[Row]:
         rows = []
@@ -127,11 +143,10 @@ class Tally:
             rows.append(Row(count, loss, dict(zip(self._names, rest))))
         return rows
 
-    def _gather_long(self, rows: Sequence[Row], failure: str, note: str) -> list[tuple[Sequence[Row], str]]:
-        self._group.agree(not failure, failure)
-        mine = {"rows": [[row.count, row.loss, dict(row.sums)] for row in rows], "note": note}
+    def _gather_long(self, rows: Sequence[Row]) -> list[Row]:
+        mine = [[row.count, row.loss, dict(row.sums)] for row in rows]
         everything = [json.loads(text) for text in self._group.gather_text(json.dumps(mine))]
-        self._n_rows = max(self._n_rows, *(len(part["rows"]) for part in everything))
-        names = {name for part in everything for row in part["rows"] for name in row[2]}
+        self._n_rows = max(self._n_rows, *(len(part) for part in everything))
+        names = {name for part in everything for row in part for name in row[2]}
         self._names = tuple(sorted(names | set(self._names)))
-        return [([Row(*row) for row in part["rows"]], part["note"]) for part in everything]
+        return [Row(*row) for part in everything for row in part]
