@@ -11,6 +11,7 @@ Rules (in the frame of the rows):
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import numpy as np
@@ -166,8 +167,11 @@ def _oversample(grower: _Grower, n_centroids: int, seed: int) -> npt.NDArray[np.
 
 
 def _first_rows(drawn: Array) -> npt.NDArray[np.int64]:
-    _, first = np.unique(drawn, axis=0, return_index=True)
-    return np.sort(first)
+    """Return the rows that equal no earlier one; by digests, since sorting rows copies the table several times."""
+    first: dict[bytes, int] = {}
+    for number, row in enumerate(drawn):
+        first.setdefault(hashlib.blake2b(row.tobytes(), digest_size=16).digest(), number)
+    return np.array(list(first.values()), dtype=np.int64)
 
 
 def _fill(drawn: Array, chosen: npt.NDArray[np.int64], n: int) -> Array:
