@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import json
 import logging
 import os
-import shutil
-import uuid
-from collections.abc import Callable, Sequence
-from importlib import metadata
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import TracebackType
+from typing import Any, Literal, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from samestep.checkpoint._folder import ASIDE, Found, clean, find, prune, publish, read_manifest
-from samestep.checkpoint._manifest import Manifest, TensorEntry
+from samestep.checkpoint._folder import Found, find, read_manifest
 from samestep.checkpoint._place import check
+from samestep.checkpoint._staging import Staging, twin
 from samestep.checkpoint._state import State, collect, present
-from samestep.checkpoint._storage import plan_parts, read_tensors, write_part
-from samestep.errors import CheckpointError, SamestepError, SpecError
+from samestep.checkpoint._storage import plan_parts, read_tensors, verify
+from samestep.checkpoint._writing import check_same, everywhere, write
+from samestep.errors import CheckpointError, SpecError
 from samestep.group import Group
 
 __all__ = ["Checkpointer"]
@@ -37,7 +36,13 @@ class Checkpointer:
         folder: of this run's checkpoints alone; all workers must see the same one.
         group: the workers.
         keep: how many usable checkpoints to keep, at least 1.
+        asynchronous: whether `save` returns as soon as the tensors are copied to host memory, and a thread writes
+            them. What became of it shows at the next `save`, `wait` or `close`.
         on_error: what a save does when the disk does not take it: "raise", or "continue" with a line in the log.
+
+    Attributes:
+        folder: as given.
+        skipped: the damaged checkpoints that the last `restore` or `latest` passed over, with the reason.
 
     Raises:
         SpecError: when an argument is wrong.
@@ -51,6 +56,7 @@ class Checkpointer:
         *,
         group: Group,
         keep: int = 3,
+        asynchronous: bool = False,
         on_error: Literal["raise", "continue"] = "raise",
     ) -> None:
         problem = ""
@@ -60,9 +66,17 @@ class Checkpointer:
             problem = f"`on_error`: expected 'raise' or 'continue', got {on_error!r}."
         group.agree(not problem, problem, SpecError)
         self.folder = Path(folder)
+        self.skipped: tuple[Found, ...] = ()
         self._group = group
         self._keep = keep
         self._continue = on_error == "continue"
+        self._damaged: set[Path] = set()
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: tuple[int, Future[Path]] | None = None
+        self._staging = Staging()
+        if asynchronous:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="samestep-checkpoint")
+            self._behind = twin(group)
 
     def save(self, step: int, /, **things: Any) -> Path | None:
         """Save the state of things; it is there whole, or not at all.
@@ -70,153 +84,217 @@ class Checkpointer:
         Args:
             step: updates applied so far.
             **things: model, optimizer, scheduler, loader, scaler, step, ...: modules, optimizers, whatever has
-                state_dict and load_state_dict, and dicts of JSON data. None stands for nothing.
+                state_dict and load_state_dict, and dicts of JSON data (`extra`). None stands for nothing.
 
         Returns:
-            The checkpoint's folder; None when it failed and `on_error` is "continue".
+            The checkpoint's folder; None when it is written behind the loop, or when it failed and `on_error` is
+            "continue".
 
         Raises:
-            CheckpointError: on all workers, when a state cannot be saved or differs between workers, or the disk does
-                not take it. Earlier checkpoints are untouched.
+            CheckpointError: on all workers, when a state cannot be saved or differs between workers, when a later
+                step is already there, or the disk does not take it. Earlier checkpoints are untouched.
 
         Collective: all ranks of the group.
         """
-        state = self._everywhere("save", lambda: collect(present(things)))
-        self._check_same(state)
-        try:
-            return self._write(step, state)
-        except CheckpointError as error:
-            if not self._continue:
-                raise
-            if self._group.is_main:
-                _log.error("checkpoint of step %d not saved: %s", step, error)
+        self.wait()
+        state = everywhere(self._group, "save", lambda: self._collect(step, things))
+        check_same(self._group, state)
+        names = plan_parts(state.tensors, self._group.world_size)[self._group.rank]
+        part = {name: state.tensors[name] for name in names}
+        if self._thread is None:
+            return self._settle(step, lambda: write(self._group, self.folder, self._keep, step, state, part))
+        staged = everywhere(self._group, "save", lambda: self._staging.copy(part))
+        arguments = (self._behind, self.folder, self._keep, step, state, staged)
+        self._pending = (step, self._thread.submit(write, *arguments))
+        return None
+
+    def wait(self) -> Path | None:
+        """Wait until the save behind the loop is done, if there is one.
+
+        Returns:
+            The checkpoint's folder; None when nothing was pending, or it failed and `on_error` is "continue".
+
+        Raises:
+            CheckpointError: on all workers, as for `save`.
+
+        Collective: all ranks of the group, when saving is asynchronous.
+        """
+        if self._pending is None:
             return None
+        (step, future), self._pending = self._pending, None
+        return self._settle(step, future.result)
 
     def restore(self, *, allow: Sequence[str] = (), **things: Any) -> int | None:
-        """Put the newest usable checkpoint into things, all of it or nothing.
+        """Put the newest usable checkpoint into things.
+
+        Everything is read, checked against its digests and compared with the things before the first of them
+        changes. Damaged checkpoints are passed over, with a line in the log; see `skipped`.
 
         Args:
             allow: names, with shell wildcards, of things and tensors that may be missing on either side
-                (``"scaler"``, ``"model.head.*"``), and of settings that may differ (``"loader.seed"``,
-                ``"optimizer.class"``).
-            **things: as for `save`; a dict gets the saved content.
+                (``"scaler"``, ``"model.head.*"``), and of settings that may differ (``"optimizer.class"``,
+                ``"loader.seed"``).
+            **things: under the names they were saved with; a dict gets the saved content.
 
         Returns:
             The step; None when the folder holds no checkpoint at all.
 
         Raises:
-            CheckpointError: on all workers, when the checkpoint does not fit, or all are damaged.
+            CheckpointError: on all workers, when the checkpoint does not fit (with both sides, and what would allow
+                it), or all checkpoints are damaged.
 
         Collective: all ranks of the group.
         """
-        chosen = self._everywhere("restore", lambda: present(things))
-        mine = self._everywhere("restore", lambda: collect(chosen))
-        names = [found for found in self._find() if not found.problem]
-        if not names:
-            return None
-        placement = check(read_manifest(names[0].path), chosen, mine, allow)
-        tensors = read_tensors(
-            names[0].path, placement.manifest.files, placement.manifest.tensors, placement.wanted
-        )
-        for name, job in placement.jobs(tensors):
-            self._everywhere(name, job)
-        return placement.manifest.step
+        self.wait()
+        chosen = everywhere(self._group, "restore", lambda: present(things))
+        mine = everywhere(self._group, "restore", lambda: collect(chosen))
+        self.skipped = ()
+        for found in self._find():
+            if found.problem:
+                self._skip(found)
+            elif self._try(found, chosen, mine, allow):
+                return found.step
+        if self.skipped:
+            texts = [f"{found.path.name}: {found.problem}" for found in self.skipped]
+            raise CheckpointError(
+                f"`{self.folder}`: expected a usable checkpoint, got {len(texts)} damaged: {' '.join(texts)} "
+                "Bring a good one back, or use another folder to begin anew.",
+                name=str(self.folder),
+            )
+        return None
 
     def latest(self) -> Path | None:
-        """Return the folder of the newest usable checkpoint, or None."""
-        return next((found.path for found in self._find() if not found.problem), None)
+        """Return the folder of the newest checkpoint of which every byte is as it was written, or None.
+
+        Damaged ones are passed over, with a line in the log; see `skipped`.
+
+        Collective: all ranks of the group.
+        """
+        self.wait()
+        self.skipped = ()
+        for found in self._find():
+            problem = found.problem or self._look(found.path)
+            if not problem:
+                return found.path
+            self._skip(dataclasses.replace(found, problem=problem))
+        return None
+
+    def close(self) -> None:
+        """Wait as `wait` does, and let the thread go.
+
+        Collective: all ranks of the group, when saving is asynchronous.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._staging.clear()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def _collect(self, step: int, things: Mapping[str, Any]) -> State:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise CheckpointError(
+                f"`step`: expected a whole number of at least 0, got {step!r}.", name="step"
+            )
+        state = collect(present(things))
+        if self._group.is_main:
+            try:
+                later = [f for f in find(self.folder) if f.step > step and f.path not in self._damaged]
+            except OSError:
+                later = []  # the write itself will say so, where `on_error` counts
+            if later := [found for found in later if found.foreign or not found.problem]:
+                raise CheckpointError(
+                    f"`step`: got {step}, but `{later[0].path}` is there, and a restart would go on from it. Restore "
+                    "before saving, or use another folder.",
+                    name="step",
+                )
+        return state
+
+    def _settle(self, step: int, job: Any) -> Path | None:
+        try:
+            path: Path = job()
+        except CheckpointError as error:
+            error.step = step
+            if not self._continue:
+                raise
+            if self._group.is_main:
+                _log.error("going on without a checkpoint of step %d: %s", step, error)
+            return None
+        return path
 
     def _find(self) -> list[Found]:
-        return self._everywhere("restore", lambda: find(self.folder))
+        """Return the checkpoints as rank 0 sees them, so that all workers try the same ones."""
 
-    def _everywhere(self, name: str, job: Callable[[], _T]) -> _T:
-        """Return what a job gives here, when it gives something on all workers; else raise on all."""
-        result, message = None, ""
-        cause: Exception | None = None
-        try:
-            result = job()
-        except SamestepError as error:
-            message, cause = error.message, error
-        except OSError as error:
-            message, cause = f"`{error.filename or self.folder}`: {error.strerror or error}.", error
-        except Exception as error:
-            message, cause = f"`{name}`: {type(error).__name__}: {error}", error
-        try:
-            self._group.agree(not message, message, CheckpointError)
-        except CheckpointError as error:
-            error.name = getattr(cause, "name", None) or name
-            raise error from cause
-        return result  # type: ignore[return-value]
+        def look() -> list[Found]:
+            return find(self.folder) if self._group.is_main else []
 
-    def _check_same(self, state: State) -> None:
-        facts = {
-            name: hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
-            for name, value in state.states.items()
-        }
-        shapes = [(name, str(t.dtype), tuple(t.shape)) for name, t in state.tensors.items()]
-        facts["tensors"] = hashlib.blake2b(repr((shapes, state.aliases)).encode(), digest_size=8).hexdigest()
-        for rank, text in enumerate(texts := self._group.gather_text(json.dumps(facts))):
-            if text != texts[0]:
-                theirs, first = json.loads(text), json.loads(texts[0])
-                name = next(key for key in (*first, *theirs) if first.get(key) != theirs.get(key))
-                raise CheckpointError(
-                    f"`{name}`: rank {rank} of {self._group.world_size} holds another state than rank 0. Bring the "
-                    "workers to one state before saving.",
-                    rank=rank,
-                    name=name,
-                )
-
-    def _write(self, step: int, state: State) -> Path:
-        group = self._group
-        aside = self.folder / f"{ASIDE}{group.gather_text(uuid.uuid4().hex[:8])[0]}"
-        try:
-            self._everywhere("save", lambda: _prepare(aside) if group.is_main else None)
-            names = plan_parts(state.tensors, group.world_size)[group.rank]
-            part: dict[str, Tensor] = {name: state.tensors[name] for name in names}
-            path = aside / f"tensors-{group.rank}-of-{group.world_size}.safetensors"
-            entries, facts = self._everywhere("save", lambda: write_part(path, part) if part else ({}, {}))
-            written = {path.name: facts} if part else {}
-            table = {name: entry.__dict__ for name, entry in entries.items()}
-            parts = [json.loads(text) for text in group.gather_text(json.dumps([written, table]))]
-            manifest = _manifest(step, state, group.world_size, parts)
-            target = self._everywhere(
-                "save", lambda: self._publish(aside, manifest) if group.is_main else None
+        here = everywhere(self._group, str(self.folder), look)
+        rows = [(found.step, found.path.name, found.problem, found.foreign) for found in here]
+        rows = json.loads(self._group.gather_text(json.dumps(rows))[0])
+        found = [Found(step, self.folder / name, problem, foreign) for step, name, problem, foreign in rows]
+        whole = next((f for f in found if f.foreign or not f.problem), None)
+        if whole is not None and whole.foreign:
+            raise CheckpointError(
+                f"{whole.path.name}: {whole.problem}", step=whole.step, name="format_version"
             )
-        except BaseException:
-            if group.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
-            raise
-        return self.folder / group.gather_text(target.name if target else "")[0]
+        return [f for f in found if not f.foreign]
 
-    def _publish(self, aside: Path, manifest: Manifest) -> Path:
-        target = publish(aside, manifest)
-        prune(self.folder, self._keep)
-        return target
+    def _look(self, path: Path) -> str:
+        """Return what rank 0 finds damaged in a checkpoint, on all workers."""
+
+        def look() -> str:
+            return _or_problem(lambda: verify(path, read_manifest(path)))[1] if self._group.is_main else ""
+
+        return self._group.gather_text(everywhere(self._group, str(path), look))[0]
+
+    def _try(self, found: Found, things: Mapping[str, Any], mine: State, allow: Sequence[str]) -> bool:
+        """Restore from one checkpoint, or return False when a worker finds it damaged."""
+        group = self._group
+        manifest, problem = everywhere(
+            group, "restore", lambda: _or_problem(lambda: read_manifest(found.path))
+        )
+        if self._damaged_for_one(found, problem):
+            return False
+        placement = everywhere(group, "restore", lambda: check(manifest, things, mine, allow))
+
+        def read() -> dict[str, Tensor]:
+            return read_tensors(found.path, manifest, placement.wanted)
+
+        tensors, problem = everywhere(group, "restore", lambda: _or_problem(read))
+        if self._damaged_for_one(found, problem):
+            return False
+        for name, job in placement.jobs(tensors):
+            everywhere(group, name, job)
+        return True
+
+    def _damaged_for_one(self, found: Found, problem: str) -> bool:
+        texts = self._group.gather_text(problem)
+        seen = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        if len(set(texts)) == 1:
+            seen = texts
+        if any(texts):
+            self._skip(dataclasses.replace(found, problem=" ".join(dict.fromkeys(seen))))
+        return any(texts)
+
+    def _skip(self, found: Found) -> None:
+        self.skipped += (found,)
+        self._damaged.add(found.path)
+        if self._group.is_main:
+            _log.warning("passed over a damaged checkpoint, %s: %s", found.path, found.problem)
 
 
-def _prepare(aside: Path) -> None:
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    clean(aside.parent)
-    aside.mkdir()
-
-
-def _manifest(step: int, state: State, world_size: int, parts: list[Any]) -> Manifest:
-    files = {name: facts for written, _ in parts for name, facts in written.items()}
-    entries = {
-        name: TensorEntry(**{**entry, "shape": tuple(entry["shape"])})
-        for _, table in parts
-        for name, entry in table.items()
-    }
-    loader = state.states.get("loader", {}).get("value")
-    consumed = loader.get("samples_consumed") if isinstance(loader, dict) else None
-    versions = {"samestep": metadata.version("samestep"), "torch": torch.__version__}
-    return Manifest(
-        step=step,
-        samples_consumed=consumed,
-        world_size=world_size,
-        versions=versions,
-        files=files,
-        tensors=entries,
-        aliases=state.aliases,
-        states=state.states,
-    )
+def _or_problem(job: Callable[[], _T]) -> tuple[_T, str]:
+    """Return what a job gives, or what it finds damaged; then there is nothing to use."""
+    try:
+        return job(), ""
+    except CheckpointError as error:
+        return cast(_T, None), error.message

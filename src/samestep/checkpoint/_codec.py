@@ -1,8 +1,8 @@
 """Python data as JSON and back, without loss: what is not a tensor in a checkpoint.
 
-JSON has no tuples, no integer keys, no infinities and no bytes, and schedulers and samplers use them all. Such a value
-becomes an object with one key that begins with ``$``. Nothing here ever calls code named in a file, so that loading a
-checkpoint runs nothing.
+JSON has no tuples, no integer keys, no infinities and no bytes, and schedulers and samplers use them all. Such a
+value becomes an object with one key that begins with ``$``. Nothing here ever calls code named in a file, so that
+loading a checkpoint runs nothing.
 """
 
 from __future__ import annotations

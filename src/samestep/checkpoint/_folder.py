@@ -36,11 +36,13 @@ class Found:
         step: updates applied when it was saved.
         path: its folder.
         problem: what is damaged, in words; empty when nothing is, as far as was looked.
+        foreign: whether it is whole, but of another format version; it is then never passed over, nor removed.
     """
 
     step: int
     path: Path
     problem: str = ""
+    foreign: bool = False
 
 
 def find(folder: Path) -> list[Found]:
@@ -55,16 +57,14 @@ def find(folder: Path) -> list[Found]:
     numbered.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0)), reverse=True)
     found = []
     for match, path in numbered:
-        step, problem = int(match[1]), ""
+        step, problem, foreign = int(match[1]), "", False
         try:
             manifest = read_manifest(path)
             if manifest.step != step:
                 problem = f"{NAME}: it is of step {manifest.step}, its folder is called {path.name}."
         except CheckpointError as error:
-            if error.name == "format_version":
-                raise  # whole, and not to be passed over for an older one without a word
-            problem = error.message
-        found.append(Found(step, path, problem))
+            problem, foreign = error.message, error.name == "format_version"
+        found.append(Found(step, path, problem, foreign))
     return found
 
 
@@ -123,6 +123,8 @@ def prune(folder: Path, keep: int) -> None:
     """
     steps: list[int] = []
     for found in find(folder):
+        if found.foreign:
+            continue
         if len(steps) >= keep or found.step in steps:
             remove(found.path)
         elif not found.problem:

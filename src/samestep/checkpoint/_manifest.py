@@ -109,8 +109,8 @@ class Manifest:
         version = content.pop("format_version")
         if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"{NAME}: expected format_version {FORMAT_VERSION}, got {version!r}. Read it with the version of "
-                f"samestep that wrote it ({content.get('versions', {}).get('samestep')}), and save it with this one.",
+                f"{NAME}: expected format_version {FORMAT_VERSION}, got {version!r}. No option allows this: go on "
+                f"with the samestep that wrote it ({content.get('versions', {}).get('samestep')}).",
                 name="format_version",
             )
         del content["format"]

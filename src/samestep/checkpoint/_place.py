@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -123,9 +123,9 @@ def _check_class(name: str, thing: Any, saved: Mapping[str, Any], allow: Sequenc
             "Pass the same things to save and restore.",
             name=name,
         )
-    if kind == "optimizer" and label != saved["class"] and not _allowed(f"{name}.class", allow):
+    if kind in ("optimizer", "state") and label != saved["class"] and not _allowed(f"{name}.class", allow):
         raise CheckpointError(
-            f"`{name}`: the checkpoint has a {saved['class']}, this run a {label}. Make the same optimizer, or "
+            f"`{name}`: the checkpoint has a {saved['class']}, this run a {label}. Make the same {name}, or "
             f"allow=['{name}.class'] to load its state into this one.",
             name=name,
         )
@@ -168,8 +168,8 @@ def _check_groups(
     saved = [group["params"] for group in manifest.states[name]["groups"]]
     if len(saved) != len(groups):
         raise CheckpointError(
-            f"`{name}`: the checkpoint has {len(saved)} param groups, this run {len(groups)}. Make the param groups "
-            "as they were.",
+            f"`{name}`: the checkpoint has {len(saved)} param groups, this run {len(groups)}. Make the param "
+            "groups as they were.",
             name=name,
         )
     for g, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
@@ -184,7 +184,7 @@ def _check_groups(
             raise _misfit(
                 missing, "in this run, not in the checkpoint" + where, "Make the param groups as they were"
             )
-    parameters = dict(zip(sum(groups, []), (p for group in optimizer.param_groups for p in group["params"])))
+    parameters = dict(zip(chain(*groups), _parameters(optimizer)))
     for key, values in manifest.states[name]["state"].items():
         shape = tuple(parameters[key].shape) if key in parameters else None
         for word, value in values.items():
@@ -241,12 +241,15 @@ def _load_optimizer(
     kept = {numbers[key]: decode(values, tensor) for key, values in saved["state"].items() if key in numbers}
     optimizer.load_state_dict({**decode(saved["extra"], tensor), "state": kept, "param_groups": groups})
     # torch casts state to the parameter's dtype; what was saved in another one comes back in that.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, parameter in zip(sum(names, []), parameters, strict=True):
+    for name, parameter in zip(chain(*names), _parameters(optimizer), strict=True):
         for key, value in kept.get(numbers[name], {}).items():
             now = optimizer.state[parameter][key]
             if isinstance(value, Tensor) and now.dtype != value.dtype:
                 optimizer.state[parameter][key] = value.to(now.device)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _allowed(name: str, allow: Sequence[str]) -> bool:

@@ -1,8 +1,8 @@
 """The tensors of a checkpoint on disk: torch's distributed checkpoint (DCP) over safetensors files, without pickle.
 
-DCP's planner says which worker writes what: every tensor once, the bytes spread evenly. Its own storage keeps that plan
-in a pickle, which loading would have to run. Here each worker streams its part into one safetensors file, and what the
-plan says stands in our manifest instead. A second thread takes the digests while the first writes or reads.
+DCP's planner says which worker writes what: every tensor once, the bytes spread evenly. Its own storage keeps that
+plan in a pickle, which loading would have to run. Here each worker streams its part into one safetensors file, and
+what the plan says stands in our manifest instead. A second thread takes the digests while the first writes or reads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from samestep import fingerprint
-from samestep.checkpoint._manifest import TensorEntry, dtype_name, dtype_of
+from samestep.checkpoint._manifest import Manifest, TensorEntry, dtype_name, dtype_of
 from samestep.errors import CheckpointError
 
-__all__ = ["file_digest", "plan_parts", "read_tensors", "write_part"]
+__all__ = ["file_digest", "plan_parts", "read_tensors", "verify", "write_part"]
 
 _ALIGNMENT = 64
+_VERIFY_BYTES = 1 << 28  # held in memory at a time by a mere check
 _CHUNK = 1 << 30  # the kernel moves at most 2 GiB at a time
 
 
@@ -79,31 +80,43 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Ten
     return entries, {"n_bytes": n_bytes, "digest": file_digest(header, digests.values())}
 
 
-def read_tensors(
-    folder: Path,
-    files: Mapping[str, Mapping[str, Any]],
-    entries: Mapping[str, TensorEntry],
-    wanted: Sequence[str],
-) -> dict[str, Tensor]:
+def read_tensors(folder: Path, manifest: Manifest, wanted: Sequence[str]) -> dict[str, Tensor]:
     """Return tensors of a checkpoint as new CPU tensors, after a check of every digest on the way.
 
     Args:
         folder: of the checkpoint.
-        files: the manifest's.
-        entries: the manifest's.
+        manifest: its own.
         wanted: names of the tensors to return; files without any are left alone.
 
     Raises:
         CheckpointError: when a file is missing, cut short, or not what was written; says which.
     """
     found: dict[str, Tensor] = {}
+    entries = manifest.tensors
     with ThreadPoolExecutor(1) as second:
-        for name, facts in files.items():
+        for name, facts in manifest.files.items():
             mine = {key: entries[key] for key in wanted if entries[key].file == name}
             if mine:
                 all_digests = [entry.digest for entry in entries.values() if entry.file == name]
                 found.update(_read_file(folder / name, facts, mine, all_digests, second))
     return found
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Check every byte of a checkpoint's tensors.
+
+    Raises:
+        CheckpointError: what is damaged.
+    """
+    batch: list[str] = []
+    n_bytes = 0
+    for name, entry in manifest.tensors.items():
+        if batch and n_bytes + entry.n_bytes > _VERIFY_BYTES:
+            read_tensors(folder, manifest, batch)
+            batch, n_bytes = [], 0
+        batch.append(name)
+        n_bytes += entry.n_bytes
+    read_tensors(folder, manifest, batch)
 
 
 def file_digest(header: bytes, digests: Any) -> str:
