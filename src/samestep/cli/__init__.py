@@ -1,13 +1,14 @@
 """The command line: thin commands over the library; torch is imported only when a command needs it.
 
-Exit codes: 0 done and agreed, 1 a disagreement was found, 2 wrong usage or bad input, 3 a worker failed, 130 Ctrl-C.
+Exit codes: 0 done and agreed, 1 a disagreement was found, 2 wrong usage or bad input, 3 a worker failed,
+130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
 
 import typer
 
-from samestep.cli import encode, report, schedule, train
+from samestep.cli import compare, encode, report, schedule, train
 
 __all__ = ["app", "main"]
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(name="train")(train.train)
+app.command(name="compare")(compare.compare)
 app.command(name="encode")(encode.encode)
 app.command(name="report")(report.report)
 app.command(name="schedule")(schedule.schedule)

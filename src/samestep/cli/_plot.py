@@ -45,9 +45,11 @@ def draw(plan: Plan, path: Path) -> None:
 
     moves = plan.has_momentum and any(factor != 1.0 for row in rows for factor in row.momentum_factors)
     with matplotlib.rc_context({"font.size": 9.5, "svg.hashsalt": "samestep", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9.0, 5.4 if moves else 4.2), layout="constrained")
+        figure = Figure(figsize=(9.0, 5.4 if moves else 4.2))
         (FigureCanvasSVG if path.suffix == ".svg" else FigureCanvasAgg)(figure)
         ratios = {"height_ratios": [2.2, 1.0]} if moves else {}
+        # Fixed margins: a layout engine draws everything twice to find the same ones.
+        figure.subplots_adjust(0.09, 0.1 if moves else 0.125, 0.985, 0.88, hspace=0.1)
         panels = figure.subplots(2 if moves else 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
         _draw_lrs(panels[0], plan, rows)
         if moves:
@@ -128,20 +130,26 @@ def _needs_log(columns: Sequence[Sequence[float]], plan: Plan, rows: Sequence[Pr
 
 
 def _draw_factors(panel: Any, plan: Plan, rows: Sequence[PreviewRow]) -> None:
-    moved = [row for row in rows if any(factor != 1.0 for factor in row.momentum_factors)]
-    shown = [row.momentum_factors[_strongest(row)] for row in moved]
-    log = max(shown) > 3.0 or 0.0 < min(shown) < 0.3
-    positive = [value for value in shown if value > 0.0 or not log]
-    if len(moved) <= _MOST_STEMS:
-        for row, value in zip(moved, shown):
-            low = value if value > 0.0 or not log else min(positive, default=0.1)
-            panel.plot([row.step, row.step], [1.0, low], color=_COLOURS[4], linewidth=1.6)
-            panel.plot([row.step], [low], "o", color=_COLOURS[4], markersize=5)
-        _label(panel, plan, [(row.step, value) for row, value in zip(moved, shown)], log)
+    moved = [i for i, row in enumerate(rows) if any(factor != 1.0 for factor in row.momentum_factors)]
+    few = len(moved) <= _MOST_STEMS
+    if few:
+        kept = moved
     else:
-        values = [row.momentum_factors[_strongest(row)] for row in rows]
-        kept = _thin(rows, {*plan.interesting_steps()})
-        panel.plot([rows[i].step for i in kept], [values[i] for i in kept], color=_COLOURS[4], linewidth=1.4)
+        first = [row.momentum_factors[0] for row in rows]
+        extremes = {rows[first.index(min(first))].step, rows[first.index(max(first))].step}
+        kept = _thin(rows, {*plan.interesting_steps(), *extremes})
+    events = [(rows[i].step, _strongest(rows[i].momentum_factors)) for i in kept]
+    values = [value for _, value in events]
+    log = max(values) > 3.0 or 0.0 < min(values) < 0.3
+    if few:
+        for step, value in events:
+            # A history that is cleared has no place on a logarithmic scale: its stem ends at the lowest mark.
+            end = value if value > 0.0 or not log else min(v for v in (*values, 0.1) if v > 0.0)
+            panel.plot([step, step], [1.0, end], color=_COLOURS[4], linewidth=1.6)
+            panel.plot([step], [end], "o" if value > 0.0 else "v", color=_COLOURS[4], markersize=5)
+        _label(panel, plan, events, log)
+    else:
+        panel.plot(*zip(*events), color=_COLOURS[4], linewidth=1.4)
     panel.axhline(1.0, color=_GREY, linewidth=0.9)
     if log:
         panel.set_yscale("log")
@@ -169,9 +177,10 @@ def _label(panel: Any, plan: Plan, events: Sequence[tuple[int, float]], log: boo
         )
 
 
-def _strongest(row: PreviewRow) -> int:
-    factors = row.momentum_factors
-    return max(range(len(factors)), key=lambda index: abs(math.log(factors[index] or 1e-300)))
+def _strongest(factors: Sequence[float]) -> float:
+    if factors.count(factors[0]) == len(factors):
+        return factors[0]
+    return max(factors, key=lambda factor: abs(math.log(factor or 1e-300)))
 
 
 def _thin(rows: Sequence[PreviewRow], always: set[int]) -> list[int]:

@@ -27,6 +27,8 @@ def spoken() -> Iterator[None]:
     """
     try:
         yield
+    except typer.Exit:
+        raise
     except SamestepError as error:
         if _has_the_word(error):
             print(f"samestep: {_place(error)}{error}", file=sys.stderr)

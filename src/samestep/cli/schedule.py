@@ -158,7 +158,13 @@ def _of_expression(text: str, steps: int | None, lrs: list[float], policy: Polic
     from samestep import schedules
     from samestep.momentum import free
 
-    parsed = schedules.parse(text)
+    try:
+        parsed = schedules.parse(text)
+    except SpecError as error:
+        reason = error.message.removeprefix("`text`: ")
+        if "(" not in text:
+            reason = f"{text!r} is neither a file nor an expression ({reason})"
+        raise SpecError(f"expression: {reason}", name="expression") from None
     n_steps = steps or _natural_length(parsed)
     names = ["lr"] if len(lrs) == 1 else [f"group {index}" for index in range(len(lrs))]
     policy = policy or free()

@@ -70,7 +70,8 @@ def train(
             RunFolder(folder).check_free(resume)
         if workers > spec.shards:
             raise SpecError(
-                f"--workers: expected at most shards={spec.shards}, got {workers}. Use fewer workers or more shards.",
+                f"--workers: expected at most shards={spec.shards}, got {workers}. "
+                "Use fewer workers or more shards.",
                 name="workers",
             )
         if started or workers == 1:
@@ -110,8 +111,11 @@ def _load(recipe: str, config: Path | None, changes: list[str], out: Path | None
 def _start(arguments: list[str], workers: int, port: int) -> None:
     from samestep import agent
 
-    os.environ[UNDER_AGENT] = "1"
-    code = agent.run_command(arguments, workers, port=port)
+    os.environ[UNDER_AGENT] = "1"  # the workers inherit it
+    try:
+        code = agent.run_command(arguments, workers, port=port)
+    finally:
+        del os.environ[UNDER_AGENT]
     if code >= 128:
         raise KeyboardInterrupt
     if code:

@@ -37,6 +37,8 @@ from samestep.step import TrainStep
 
 __all__ = ["run"]
 
+_BLOCK_ROWS = 1024
+
 
 @dataclass
 class _Job:
@@ -214,18 +216,28 @@ def _schedule(spec: SemanticIdsSpec) -> schedules.Schedule:
 
 
 def _relative_errors(job: _Job, model: RQVAE, codes: Tensor) -> list[float]:
-    """Return, for each level, the squared error of what the levels so far decode to, over that of the mean."""
-    center = model.center.double().cpu()
+    """Return, for each level, the squared error of what the levels so far decode to, over that of the mean.
+
+    Rows are rounded to a grid and added as integers, so that the figures do not depend on who holds which row.
+    """
     n_levels = codes.shape[1]
-    sums = torch.zeros(n_levels + 1, dtype=torch.float64)
-    for first in range(0, len(codes), 4096):
-        rows = torch.from_numpy(np.asarray(job.part.embeddings[first : first + 4096], dtype=np.float64))
-        sums[n_levels] += (rows - center).square().sum()
-        for level in range(n_levels):
-            decoded = model.decode(codes[first : first + 4096, : level + 1].to(model.center.device))
-            sums[level] += (rows - decoded.double().cpu()).square().sum()
+    center = model.center.double().cpu()
+    mean_energy = model.dim / float(model.scale) ** 2  # squared distance of a row from the mean, on average
+    unit = 2.0**32 / mean_energy
+    sums = torch.zeros(n_levels + 1, dtype=torch.int64)
+    for first in range(0, len(codes), _BLOCK_ROWS):
+        rows = torch.from_numpy(
+            np.asarray(job.part.embeddings[first : first + _BLOCK_ROWS], dtype=np.float64)
+        )
+        # Padded to one shape: a matrix product may add in another order when its shape changes.
+        block = torch.zeros(_BLOCK_ROWS, n_levels, dtype=torch.int64)
+        block[: len(rows)] = codes[first : first + _BLOCK_ROWS]
+        decoded = [model.decode(block[:, : level + 1].to(job.group.device)) for level in range(n_levels)]
+        guesses = [guess[: len(rows)].double().cpu() for guess in decoded] + [center]
+        for place, guess in enumerate(guesses):
+            sums[place] += ((rows - guess).square().sum(1) * unit).round().long().sum()
     total = job.pool(sums)
-    return [float(total[level] / total[n_levels]) for level in range(n_levels)]
+    return [int(total[level]) / int(total[n_levels]) for level in range(n_levels)]
 
 
 class _Rows:

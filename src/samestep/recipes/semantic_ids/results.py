@@ -149,9 +149,13 @@ def _closing(figures: dict[str, Any], folder: RunFolder, group: Group) -> list[t
         ("codes used per level", ", ".join(f"{level['used']}/{level['n_centroids']}" for level in levels)),
         ("perplexity per level", ", ".join(f"{level['perplexity']:.1f}" for level in levels)),
         ("reconstruction error per level", ", ".join(f"{level['relative_error']:.4f}" for level in levels)),
-        ("replica agreement", f"{group.world_size} workers agree bit for bit"),
+        ("replica agreement", _agreement(group.world_size)),
         (
             "files",
             f"{folder.path}/  (semantic_ids.parquet, codebooks.safetensors, quality.json, report.html)",
         ),
     ]
+
+
+def _agreement(world_size: int) -> str:
+    return f"{world_size} workers agree bit for bit" if world_size > 1 else "one worker: nothing to compare"
