@@ -81,7 +81,7 @@ class _Flights:
         work, n_bytes, pieces, views = self._open.popleft()
         work.wait()
         if views and self._group.rank != self._source_rank:
-            torch._foreach_copy_(pieces, views)
+            _copy_all(pieces, views)
         self._copied_bytes -= n_bytes
 
     def land_all(self) -> None:
@@ -120,8 +120,16 @@ def _load(pieces: list[Tensor], is_source: bool) -> tuple[Tensor, list[Tensor], 
         views.append(flat[at : at + piece.nbytes].view(piece.dtype).view(piece.shape))
         at += _padded(piece)
     if is_source:
-        torch._foreach_copy_(views, pieces)
+        _copy_all(views, pieces)
     return flat, pieces, views
+
+
+def _copy_all(pieces: list[Tensor], values: list[Tensor]) -> None:
+    if any(t.is_conj() or t.is_neg() for t in pieces):  # the fused copy cannot write through such views
+        for piece, value in zip(pieces, values, strict=True):
+            piece.copy_(value)
+    else:
+        torch._foreach_copy_(pieces, values)
 
 
 def _storable(tensor: Tensor) -> Tensor:

@@ -61,8 +61,13 @@ def broadcast(*things: object, group: Group, source_rank: int = 0, verify: bool 
     if parts:
         trees = broadcast_object(trees, group, source_rank)
     installs: list[Callable[[], None]] = []
-    if parts and not is_source:
-        installs = [part.receive(tree, group.device, sent) for part, tree in zip(parts, trees, strict=True)]
+
+    def receive() -> None:
+        for part, tree in zip(parts, [] if is_source else trees):
+            installs.append(part.receive(tree, group.device, sent))
+
+    if parts:
+        _attempt(receive, "making room for state", group)
     broadcast_tensors(tensors + sent, group, source_rank)
     if parts:
         _attempt(lambda: [install() for install in installs], "load_state_dict", group)

@@ -38,7 +38,7 @@ def initialization_loss(
 
     W x sum over targets of ||p - t||^2 on the source rank, and 0 on the others. It touches every trainable
     parameter, with gradient 0 where it has no target, so that DDP finds none unused. Use it as it is: not averaged,
-    weighted, accumulated, clipped or scaled, and with ``torch.optim.SGD(parameters, lr=0.5)``; see `check_gradient_way`.
+    weighted, accumulated, clipped or scaled, with ``torch.optim.SGD(..., lr=0.5)``; see `check_gradient_way`.
 
     Args:
         module: DDP and compiled wrappers are looked through, here and in names. Workers hold equal values.

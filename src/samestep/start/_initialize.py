@@ -37,8 +37,8 @@ def initialize(
 ) -> bool:
     """Set parameters and buffers to values computed from data, in place, on all workers, bit for bit alike.
 
-    By broadcast, no optimizer, loss or gradient takes part: the values before, precision, learning rate, clipping, scalers
-    and hooks do not matter. A module that carries the mark of an earlier call, also one that was loaded
+    By broadcast, no optimizer, loss or gradient takes part: the values before, precision, learning rate, clipping,
+    scalers and hooks do not matter. A module that carries the mark of an earlier call, also one that was loaded
     from a checkpoint, is left alone, and `compute` does not run.
 
     Args:
