@@ -1,0 +1,90 @@
+"""Sums along the shard tree: against the plain definition, for any layout, cut and schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep import launch, tree
+from samestep.group import Group
+from samestep.sharding import counter_merges, shard_range, subtrees, tree_fold
+from samestep.tree import Layout, tree_sum
+
+SIZES = [0, 1, 2, 3, 7, 64, 1001]
+SHARDS = [4, 5, 8, 12]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def leaves(n_shards: int, size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(size + 1000 * n_shards)
+    values = [torch.randn(size, generator=generator) * 10.0 ** (i % 5) for i in range(n_shards)]
+    return [value.to(dtype) for value in values]
+
+
+def local_sums(n_shards: int, block: range, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    stack: list[torch.Tensor] = []
+    for leaf in block:
+        stack.append(values[leaf].clone())
+        for _ in range(counter_merges(n_shards, block.start, leaf)):
+            newer = stack.pop()
+            stack[-1] = stack[-1] + newer
+    return stack
+
+
+def add_all(group: Group) -> list[str]:
+    wrong = []
+    cases = [(s, size, torch.float32) for s in SHARDS for size in SIZES]
+    cases += [(8, 65, dtype) for dtype in DTYPES]
+    for n_shards, size, dtype in cases:
+        if n_shards < group.world_size:
+            continue
+        values = leaves(n_shards, size, dtype)
+        sums = local_sums(n_shards, shard_range(n_shards, group.world_size, group.rank), values)
+        layout = Layout.of(n_shards, group.world_size)
+        assert len(sums) == layout.parts[group.rank]
+        found = tree_sum(sums, layout, group)
+        if not torch.equal(found, tree_fold(values)):
+            wrong.append(f"S={n_shards} size={size} {dtype}")
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_sum_has_the_bits_of_the_plain_definition(world_size):
+    assert launch.run(add_all, world_size, timeout_seconds=120) == [[]] * world_size
+
+
+def both_schedules(group: Group) -> bool:
+    """One subtree each: halving and doubling, and the exchange of chunks, on the same sums."""
+    values = leaves(8, 1003)
+    layout = Layout.of(8, group.world_size)
+    block = shard_range(8, group.world_size, group.rank)
+    assert layout.halving
+    first = tree._halve_and_double(local_sums(8, block, values)[0], group)
+    second = tree._exchange(local_sums(8, block, values), layout, group)
+    return torch.equal(first, second)
+
+
+def test_both_schedules_give_the_same_bits():
+    assert launch.run(both_schedules, 4, timeout_seconds=120) == [True] * 4
+
+
+@given(n_shards=st.integers(1, 40), data=st.data())
+def test_layouts_cover_the_shards(n_shards, data):
+    world_size = data.draw(st.integers(1, n_shards))
+    layout = Layout.of(n_shards, world_size)
+    assert len(layout.parts) == world_size
+    assert len(layout.folds) == sum(layout.parts) - 1
+    if layout.halving:
+        assert set(layout.parts) == {1}
+    # The order is the tree's: written out with brackets it is the same text.
+    names = [str(i) for i in range(n_shards)]
+    slots = [
+        tree_fold(names[part.start : part.stop], lambda a, b: f"({a}+{b})")
+        for rank in range(world_size)
+        for part in subtrees(n_shards, shard_range(n_shards, world_size, rank))
+    ]
+    for left, right in layout.folds:
+        slots[left] = f"({slots[left]}+{slots[right]})"
+    assert slots[0] == tree_fold(names, lambda a, b: f"({a}+{b})")
