@@ -206,10 +206,10 @@ def _has_counted(module: _BatchNorm) -> bool:
 
 def _dense(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the dense parts of a tensor; None for one that is not replicated."""
-    placements = getattr(tensor, "placements", None)
-    if placements is not None:  # a distributed tensor
-        replicated = all(placement.is_replicate() for placement in placements)
-        yield name, tensor.to_local() if replicated else None
+    shared: Any = tensor
+    if hasattr(shared, "placements"):  # a distributed tensor
+        replicated = all(placement.is_replicate() for placement in shared.placements)
+        yield name, shared.to_local() if replicated else None
     elif tensor.layout is torch.sparse_coo:
         whole = tensor.detach().coalesce()
         yield f"{name}.indices", whole.indices()

@@ -24,23 +24,32 @@ class Difference:
     Attributes:
         phase: where in a step, such as "parameters after the step".
         tensor: its name.
+        rank: the first rank outside the majority.
         ranks: sets of ranks that hold the same value, the largest set first.
         values: what each set holds: a number, or the first digits of a digest.
         differing: how many tensors differ, by phase.
         causes: likely ones, most likely first.
+        expected: what should have been, in words.
     """
 
     phase: str
     tensor: str
+    rank: int
     ranks: list[list[int]]
     values: list[str]
     differing: dict[str, int]
     causes: list[str]
+    expected: str = "the same on all workers"
 
-    @property
-    def rank(self) -> int:
-        """The first rank outside the majority."""
-        return min(rank for ranks in self.ranks[1:] for rank in ranks)
+    def fields(self) -> dict[str, Any]:
+        """Return what a record says of it, as JSON data."""
+        return {
+            "tensor": self.tensor,
+            "ranks": self.ranks,
+            "values": self.values,
+            "differing": self.differing,
+            "causes": self.causes,
+        }
 
     def sentence(self, step: int) -> str:
         """Return what was found, where, and what to look at."""
@@ -49,10 +58,10 @@ class Difference:
         total = sum(self.differing.values())
         others = "" if total == 1 else f" {total} differ in all: {_counted(self.differing)}."
         tie = len(self.ranks) > 1 and len(self.ranks[0]) == len(self.ranks[1])
-        doubt = " No majority tells which is right." if tie else ""
+        doubt = " No majority tells which is right." if tie and self.phase not in ("data", "RNG") else ""
         return (
-            f"`{self.tensor}`: expected the same on all workers, got different {self.phase} at step {step}: "
-            f"{held}.{doubt}{others} Likely: {'; or '.join(self.causes)}."
+            f"`{self.tensor}` ({self.phase}, step {step}): expected {self.expected}, got {held}.{doubt}{others} "
+            f"Look at the likely causes: {'; or '.join(self.causes)}."
         )
 
 
@@ -91,6 +100,7 @@ def find(
     return Difference(
         phase=shown(first, moment),
         tensor=tensor,
+        rank=min(rank for members, _ in sets[1:] for rank in members),
         ranks=[members for members, _ in sets],
         values=[value for _, value in sets],
         differing={shown(phase, moment): len(names) for phase, names in differing.items()},
