@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
-from workers import digest, each, outcome
 
 from samestep import hooks, launch
 from samestep.errors import SpecError
 from samestep.group import Group
+from workers import digest, each, outcome
 
 # Name: how to make the hook, and how far from float64 its mean may be, relative to the largest gradient.
 HOOKS = {

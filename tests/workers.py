@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.group import Group
 from samestep.errors import SamestepError
+from samestep.group import Group
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -279,8 +279,8 @@ def _empty(parameter: Tensor) -> Tensor:
 
 
 def _mark(used: bytearray, index: int) -> Callable[[Tensor], None]:
-    def mark(_: Tensor) -> None:
-        used[index] = 1
+    def mark(parameter: Tensor) -> None:
+        used[index] |= parameter.grad is not None  # it is called for a parameter that got nothing, too
 
     return mark
 
