@@ -10,7 +10,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep import fingerprint
 from samestep.audit._clock import Clock
 from samestep.audit._compare import Moment, compare
 from samestep.audit._cover import Cover, Rng, State, unwrapped
@@ -235,12 +234,12 @@ class Audit:
         if not due:
             return
         late = in_update and self._pending is None
-        snapshot = self._pending or self._now(gradients=False)
-        if in_update:
+        snapshot = self._pending or self._now(gradients=in_update)
+        if not in_update:
+            snapshot.add(self._gradients)
+        elif not late:
             for cover in self._covers:
                 snapshot.add(self._taken(cover.gradients))
-        else:
-            snapshot.add(self._gradients)
         self._pending, self._gradients = None, Snapshot()
         cover = self._covers[0]
         ours = isinstance(cover.scheduler, LRScheduler)
@@ -250,12 +249,15 @@ class Audit:
     # ----------------------------------------------------------------------------------------------------------
 
     def _now(self, *, gradients: bool) -> Snapshot:
-        snapshot = Snapshot()
+        return self._taken(partial(self._state, gradients))
+
+    def _state(self, gradients: bool) -> State:
+        state = State()
         for cover in self._covers:
-            snapshot.add(self._taken(partial(cover.state, merged_buffers=self._driven)))
+            state.add(cover.state(merged_buffers=self._driven))
             if gradients:
-                snapshot.add(self._taken(cover.gradients))
-        return snapshot
+                state.add(cover.gradients())
+        return state
 
     def _taken(self, state: Callable[[], State]) -> Snapshot:
         try:
@@ -265,8 +267,7 @@ class Audit:
             return Snapshot()
 
     def _look(self, step: int, moment: Moment, snapshot: Snapshot, late: bool = False) -> dict[str, Any]:
-        counted = State(phases={"step count": fingerprint.named_values(step, "step")})
-        snapshot.add(self._taken(lambda: counted))
+        snapshot.number("step count", "step", step)
         problem, self._problem = self._problem, ""
         distinct = any(cover.rng == "distinct" for cover in self._covers)
         couples = any(cover.couples_decay for cover in self._covers)

@@ -50,6 +50,14 @@ class State:
     phases: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
+    def add(self, other: State) -> None:
+        """Take over what another state holds."""
+        for phase, named in other.phases.items():
+            self.phases.setdefault(phase, {}).update(named)
+        for reason, names in other.left_out.items():
+            for name in names:
+                self.leave_out(reason, name)
+
     def leave_out(self, reason: str, name: str) -> None:
         """Say that a name is not covered, and why."""
         names = self.left_out.setdefault(reason, [])

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from samestep import fingerprint
@@ -35,6 +36,11 @@ class Snapshot:
             known = self.left_out.setdefault(reason, [])
             known += [name for name in names if name not in known]
         self._small.update(other._small)
+
+    def number(self, phase: str, name: str, value: int) -> None:
+        """Add a plain number >= 0, which is its own digest."""
+        self.digests.setdefault(phase, {})[name] = f"{value:032x}"
+        self._small[phase, name] = torch.tensor(value)
 
     def words(self) -> list[int]:
         """Return one word in [0, 2**63) for every phase, in the order of `PHASES`."""
