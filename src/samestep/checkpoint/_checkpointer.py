@@ -213,8 +213,8 @@ class Checkpointer:
                 later = []  # the write itself will say so, where `on_error` counts
             if later := [found for found in later if found.foreign or not found.problem]:
                 raise CheckpointError(
-                    f"`step`: got {step}, but `{later[0].path}` is there, and a restart would go on from it. Restore "
-                    "before saving, or use another folder.",
+                    f"`step`: got {step}, but `{later[0].path}` is there, and a restart would go on from it. "
+                    "Restore before saving, or use another folder.",
                     name="step",
                 )
         return state
