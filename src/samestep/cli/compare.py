@@ -129,13 +129,14 @@ def _table(one: Comparison) -> Any:
 
     n_steps = len({cell.step for cell in one.cells})
     table = Table(title=f"{one.reference} against {one.other}, {n_steps} records", title_justify="left")
-    for title in ("phase", "verdict", "exact", "within", "different"):
+    for title in ("phase", "verdict", "exact", "within", "different", "not judged"):
         table.add_column(title, justify="left" if title in ("phase", "verdict") else "right")
     table.add_column("nearest to its bound, or first different")
     colours = {"exact": "green", "within": "yellow", "different": "red"}
     for phase, verdict in one.phase_verdicts().items():
         cells = [cell for cell in one.cells if cell.phase == phase]
         n_of = [sum(cell.verdict == v for cell in cells) for v in colours]
+        n_of.append(sum(not cell.judged for cell in cells))
         table.add_row(
             phase, f"[{colours[verdict]}]{verdict}[/]", *map(str, n_of), _detail(cells, verdict), style=None
         )
