@@ -49,7 +49,7 @@ def draw(plan: Plan, path: Path) -> None:
         (FigureCanvasSVG if path.suffix == ".svg" else FigureCanvasAgg)(figure)
         ratios = {"height_ratios": [2.2, 1.0]} if moves else {}
         # Fixed margins: a layout engine draws everything twice to find the same ones.
-        figure.subplots_adjust(0.09, 0.1 if moves else 0.125, 0.985, 0.88, hspace=0.1)
+        figure.subplots_adjust(0.09, 0.1 if moves else 0.125, 0.975, 0.88, hspace=0.1)
         panels = figure.subplots(2 if moves else 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
         _draw_lrs(panels[0], plan, rows)
         if moves:
@@ -101,7 +101,8 @@ def _draw_lrs(panel: Any, plan: Plan, rows: Sequence[PreviewRow]) -> None:
         panel.set_ylim(max(lowest, highest * 1e-6) / 1.6, highest * 1.6)
     else:
         panel.set_ylim(bottom=0.0)
-    panel.set_ylabel("LR, log scale" if log else "LR")
+    cut = ", cut at 1e-6 of the highest" if log and lowest < highest * 1e-6 else ""
+    panel.set_ylabel(f"LR, log scale{cut}" if log else "LR")
     flat = [named(indices, names) for indices, lrs in columns if not any(lrs)]
     if flat and len(drawn) < len(columns):
         panel.plot([], [], color=_GREY, label=f"{', '.join(flat)}: 0 throughout")

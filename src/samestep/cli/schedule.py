@@ -44,10 +44,10 @@ def schedule(
     ] = None,
     at: Annotated[list[int] | None, typer.Option(min=0, help="Show this step only; repeatable.")] = None,
     lr: Annotated[
-        list[float] | None, typer.Option(help="Base LR; repeat it for several param groups. [default: 1]")
+        list[float] | None, typer.Option(help="Base LR; 1 by default; repeat it for several param groups.")
     ] = None,
     momentum: Annotated[
-        str | None, typer.Option(help=f"Momentum policy: {', '.join(_POLICIES)}. [default: free]")
+        str | None, typer.Option(help=f"Momentum policy: {', '.join(_POLICIES)}; free by default.")
     ] = None,
     family: Annotated[
         str | None,
