@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Two test processes: many tests start several workers of their own.
+JOBS ?= 2
+
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test test-slow lint format clean
@@ -26,10 +29,10 @@ demo: setup
 	$(BIN)/samestep train semantic-ids --config examples/semantic_ids.yaml --workers 2
 
 test: setup
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow'
 
 test-slow: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -181,7 +181,18 @@ def test_folders_workers_and_recipes(embeddings, tmp_path):
         assert done.stderr.count("samestep:") == 1
 
 
-def start_long_run(embeddings, run):
+@pytest.fixture
+def started():
+    """Runs that a test started; none outlives it."""
+    runs = []
+    yield runs
+    for run in runs:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+
+
+def start_long_run(embeddings, run, started):
     settings = [
         "--set",
         f"data={embeddings}",
@@ -193,6 +204,7 @@ def start_long_run(embeddings, run):
     ]
     arguments = command("train", "semantic-ids", *settings, "--out", run, "--workers", 2)
     running = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    started.append(running)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (run / "metrics.jsonl").exists():
         time.sleep(0.2)
@@ -208,8 +220,8 @@ def is_gone(pid):
         return True
 
 
-def test_a_killed_worker_is_named(embeddings, tmp_path):
-    running, workers = start_long_run(embeddings, tmp_path / "run")
+def test_a_killed_worker_is_named(embeddings, tmp_path, started):
+    running, workers = start_long_run(embeddings, tmp_path / "run", started)
     victim = workers[-1]
     os.kill(victim, signal.SIGKILL)
     _, said = running.communicate(timeout=60)
@@ -218,8 +230,8 @@ def test_a_killed_worker_is_named(embeddings, tmp_path):
     assert all(is_gone(pid) for pid in workers)
 
 
-def test_ctrl_c_is_short(embeddings, tmp_path):
-    running, workers = start_long_run(embeddings, tmp_path / "run")
+def test_ctrl_c_is_short(embeddings, tmp_path, started):
+    running, workers = start_long_run(embeddings, tmp_path / "run", started)
     os.killpg(running.pid, signal.SIGINT)
     _, said = running.communicate(timeout=60)
     assert running.returncode == 130, said

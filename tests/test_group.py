@@ -73,7 +73,12 @@ def test_a_port_in_use_is_an_error_and_not_a_hang(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(GroupError, match=port):
             Group.from_env("cpu", timeout_seconds=5, threads=None)
@@ -106,6 +111,16 @@ with Group.from_env("cpu", timeout_seconds=60) as group:
 def test_under_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
-    assert sorted(line for line in done.stdout.split("\n") if line) == ["rank 0 of 2", "rank 1 of 2"], done.stderr
+    assert sorted(line for line in done.stdout.split("\n") if line) == ["rank 0 of 2", "rank 1 of 2"], (
+        done.stderr
+    )

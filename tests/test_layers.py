@@ -11,15 +11,37 @@ PACKAGE = Path(__file__).parents[1] / "src" / "samestep"
 LAYERS = [
     ["errors"],
     # pure: what they need of other workers is passed in
-    ["pooling", "schedules", "momentum", "scaling", "sharding", "kmeans", "codebooks", "fingerprint", "streams"],
+    [
+        "pooling",
+        "schedules",
+        "momentum",
+        "scaling",
+        "sharding",
+        "kmeans",
+        "codebooks",
+        "fingerprint",
+        "streams",
+    ],
     # between workers: the only ones that import torch.distributed
-    ["environment", "transport", "group", "launch", "agent", "reduce", "bulk", "tree", "hooks", "tally", "gradients"],
+    [
+        "environment",
+        "transport",
+        "group",
+        "launch",
+        "agent",
+        "reduce",
+        "bulk",
+        "tree",
+        "hooks",
+        "tally",
+        "gradients",
+    ],
     # over time
     ["lossfn", "watch", "buffers", "forward", "start", "step", "scheduler", "checkpoint"],
     # proof
     ["audit", "compare", "explain", "report"],
     # edge
-    ["caffe2", "lightning", "recipes", "cli", "__main__"],
+    ["caffe2", "lightning", "recipes", "pytest_plugin", "cli", "__main__"],
 ]
 PLACE = {name: (layer, i) for layer, names in enumerate(LAYERS) for i, name in enumerate(names)}
 # torch's distributed checkpoint reads and writes files; it is not a way to talk to other workers.
@@ -60,7 +82,9 @@ def test_imports_point_down(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_only_the_layer_between_workers_talks(file):
-    talks = any(name == "torch.distributed" or name.startswith("torch.distributed.") for name in imports(file))
+    talks = any(
+        name == "torch.distributed" or name.startswith("torch.distributed.") for name in imports(file)
+    )
     assert not talks or module_of(file) in MAY_TALK
 
 
@@ -76,7 +100,17 @@ def test_files_and_functions_are_short(file):
 
 
 def test_heavy_packages_are_imported_where_they_are_used():
-    heavy = {"pyarrow", "matplotlib", "jinja2", "pydantic", "rich", "typer", "lightning", "accelerate", "faiss"}
+    heavy = {
+        "pyarrow",
+        "matplotlib",
+        "jinja2",
+        "pydantic",
+        "rich",
+        "typer",
+        "lightning",
+        "accelerate",
+        "faiss",
+    }
     for file in FILES:
         if PLACE[module_of(file)][0] >= 5:
             continue
