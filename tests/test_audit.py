@@ -4,8 +4,10 @@ Every fault is planted on the last rank: with 4 workers the others are the major
 """
 
 import contextlib
+import importlib.util
 import json
 import logging
+import os
 import warnings
 from types import SimpleNamespace
 
@@ -627,6 +629,90 @@ def test_good_programs_give_no_alarm():
 @pytest.mark.parametrize("program", GOOD, ids=lambda program: program.__name__)
 def test_good_programs_give_no_alarm_over_500_steps(program):
     assert {record["verdict"] for record in launch.run(program, 4, 500, timeout_seconds=600)} == {"agree"}
+
+
+def under_torchrun(group):
+    """Set what torchrun sets, so that frameworks find the process group that is there already."""
+    place = {"RANK": group.rank, "LOCAL_RANK": group.rank, "WORLD_SIZE": group.world_size}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "test"}
+
+
+def framework_model():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 2))
+    return model, torch.randn(800, 4, generator=torch.Generator().manual_seed(1))
+
+
+def with_accelerate(group, n_steps):
+    from accelerate import Accelerator
+
+    under_torchrun(group)
+    torch.manual_seed(group.rank)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, data = framework_model()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    audit = Audit(group, every=1).watch(model, optimizer, scheduler=scheduler, loader=loader)
+    while audit.state_dict()["updates"] < [n_steps]:
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    return accelerator.num_processes, audit.check(n_steps)["verdict"]
+
+
+def with_lightning(group, n_steps):
+    import lightning
+
+    under_torchrun(group)
+    model, data = framework_model()
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch, index):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            optimizer = adamw(self)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+    class Callback(lightning.Callback):
+        def on_train_start(self, trainer, module):
+            (scheduler,) = trainer.lr_scheduler_configs
+            self.audit = Audit(group, every=1)
+            self.audit.watch(trainer.strategy.model, trainer.optimizers[0], scheduler=scheduler.scheduler)
+
+        def on_train_end(self, trainer, module):
+            self.found = trainer.world_size, self.audit.check(trainer.global_step)["verdict"]
+
+    callback = Callback()
+    quiet = dict.fromkeys(
+        ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about settings that do not matter here
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", max_steps=n_steps, callbacks=[callback], **quiet
+        )
+        trainer.fit(Module(), DataLoader(data, batch_size=4, shuffle=True))
+    return callback.found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("framework", ["accelerate", "lightning"])
+def test_frameworks_give_no_alarm_over_500_steps(framework):
+    if importlib.util.find_spec(framework) is None:  # importing it would leave variables in this process
+        pytest.skip(f"needs {framework}")
+    program = {"accelerate": with_accelerate, "lightning": with_lightning}[framework]
+    assert launch.run(program, 2, 500, timeout_seconds=240) == [(2, "agree")] * 2
 
 
 # -- the record, the log, and what is left out -------------------------------------------------------------------
