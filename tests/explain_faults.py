@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from samestep.explain import Program
+from samestep.explain import Program, by_train_step
 
 
 class _Sum(torch.autograd.Function):
@@ -224,6 +223,13 @@ def same_for_all(whole, rank, world_size):
     return tuple(t[: len(t) // world_size] for t in whole)
 
 
+def in_bf16(state, bucket):
+    """torch's bf16_compress_hook, which itself wants CUDA."""
+    narrow = (bucket.buffer() / dist.get_world_size()).bfloat16()
+    future = dist.all_reduce(narrow, async_op=True).get_future()
+    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
 def clip(parameters, bound=0.05):
     nn.utils.clip_grad_norm_(list(parameters), bound)
 
@@ -240,10 +246,11 @@ def not_clipped(parameters):
         clip(parameters)
 
 
-def whole_step(model, optimizer, loss_fn, part):
+def whole_step(model, optimizer, loss_fn, part, bound=0.05):
     optimizer.zero_grad()
     loss_fn(model, part).backward()
-    clip(model.parameters())
+    if bound is not None:
+        clip(model.parameters(), bound)
     optimizer.step()
 
 
@@ -304,7 +311,7 @@ def program(
         optim.add_param_group({"params": [net.late]})
         net.fc1.register_forward_pre_hook(lambda module, inputs: (inputs[0] * net.late,))
     if many and fault == "bf16":
-        wrapper.register_comm_hook(None, bf16_compress_hook)
+        wrapper.register_comm_hook(None, in_bf16)
     return Program(wrapper, optim, loss, gradients, clip, split, train_step)
 
 
@@ -328,3 +335,45 @@ def minimal():
     torch.manual_seed(3)
     net = Mlp()
     return DDP(net), optimizer_for(net, "sgd"), mean_loss
+
+
+def sum_and_count(model, part):
+    """The form of TrainStep's loss functions."""
+    x, y = part
+    loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum")
+    return loss, int((y != -100).sum())
+
+
+def clip_exactly(parameters, bound=0.05):
+    """As TrainStep: torch's own rule adds 1e-6 to the norm."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    for p in parameters:
+        p.grad *= min(1.0, bound / norm)
+
+
+def own_step(mode, clip_norm=0.05, clip=clip_exactly):
+    step = by_train_step(mode=mode, clip_norm=clip_norm)
+    return program("tokens", wrapped=False, loss=sum_and_count, clip=clip, train_step=step)
+
+
+def constant(model, part):
+    return (model(part[0]) * 0).sum() + 1
+
+
+def independent(model, part):
+    return part[0].sum()
+
+
+def ordered(model, part):
+    """Weights the samples by their places."""
+    return (model(part[0]).square().mean(1) * torch.arange(len(part[0]))).sum()
+
+
+def narrow(model, part):
+    weight = model.module.fc1.weight.detach().to(torch.float64).numpy().astype("float32")
+    return (part[0] @ torch.from_numpy(weight).T.double() + model(part[0])).square().mean()
+
+
+def float_cast(model, part):
+    """Casts in the way of mixed precision; rows of one sample only meet in the last mean."""
+    return model(part[0].float()).float().square().mean()

@@ -2,17 +2,22 @@
 
 import itertools
 import json
+import sys
 from functools import partial
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from typer.testing import CliRunner
 
 import explain_faults as zoo
-import pytest
-import torch
 from explain_faults import batch, program
-
 from samestep import explain
+from samestep.cli.explain import explain as explain_command
+from samestep.errors import SpecError
 
 ALL, TOO = (0, 1, 2, 3), 22  # 22 samples fall on 4 ranks as 6, 6, 5, 5
-accumulate, by_hand = partial, partial(zoo.reduce_by_hand)
+by_hand = partial(zoo.reduce_by_hand)
 
 # name: (build, batch), stage, tensor, ranks, cause, fragments of the sentence
 FAULTS = {
@@ -58,7 +63,11 @@ FAULTS = {
     "LR scaled by the world size": (
         (partial(program, fault="lr"), batch()),
         ("update", "fc1.weight", ALL, "learning rate scaled by the world size"),
-        ("The update is 4 x the reference", "scaled by the world size", "lr is 0.2 where one worker has 0.05"),
+        (
+            "The update is 4 x the reference",
+            "scaled by the world size",
+            "lr is 0.2 where one worker has 0.05",
+        ),
     ),
     "LR scaled by the world size, AdamW": (
         (partial(program, optimizer="adamw", fault="lr", after=3), batch()),
@@ -66,7 +75,10 @@ FAULTS = {
         ("4 x the reference",),
     ),
     "sum in place of mean": (
-        (partial(program, wrapped=False, gradients=partial(zoo.reduce_by_hand, op="sum")), batch(n_samples=TOO)),
+        (
+            partial(program, wrapped=False, gradients=partial(zoo.reduce_by_hand, op="sum")),
+            batch(n_samples=TOO),
+        ),
         ("reduction", "fc1.weight", ALL, "sum in place of mean"),
         ("weights 1 each", "where 0.25 each is right", "a sum over ranks"),
     ),
@@ -127,7 +139,10 @@ FAULTS = {
         ("weights 1, 0, 0, 0 on rank 0", "no parameter is reduced"),
     ),
     "no_sync off by one (27)": (
-        (partial(program, gradients=partial(zoo.accumulate, divide=True, sync=(0,)), loss=zoo.mean_loss), batch()),
+        (
+            partial(program, gradients=partial(zoo.accumulate, divide=True, sync=(0,)), loss=zoo.mean_loss),
+            batch(),
+        ),
         ("reduction", "fc1.weight", ALL, "ranks disagree"),
         ("weights 0.25, 0.25, 0.25, 0.25, 1, 0, 0, 0 on rank 0",),
     ),
@@ -188,8 +203,23 @@ FAULTS = {
     ),
     "random numbers in forward (57)": (
         (partial(program, "noisy"), batch()),
-        ("forward", "fc1", ALL, "random numbers"),
+        ("forward", "fc1", (1, 2, 3), "random numbers"),
         (),
+    ),
+    "whole step, summed": (
+        (
+            partial(
+                program, wrapped=True, train_step=partial(zoo.whole_step, bound=None), loss=zoo.plain_loss
+            ),
+            batch(),
+        ),
+        ("reduction", "fc1.weight", ALL, "averaged twice"),
+        ("weights 0.25 each where 1 each is right",),
+    ),
+    "another rule of clipping by 1e-6": (
+        (partial(zoo.own_step, "fast", clip=zoo.clip), batch("tokens")),
+        ("reduction", "fc1.weight", ALL, "reduction scaled"),
+        ("x the reference's, where it enters the optimizer", "clipping"),
     ),
     "a parameter that the optimizer does not hold": (
         (partial(program, fault="not in the optimizer"), batch()),
@@ -216,7 +246,12 @@ def test_a_planted_fault_is_found_where_it_was_planted(found, name):
     assert not got.same
 
 
-SINGLE = ["loss count off by 1e-6", "LR scaled by the world size", "sum in place of mean", "norm reduced again (25)"]
+SINGLE = [
+    "loss count off by 1e-6",
+    "LR scaled by the world size",
+    "sum in place of mean",
+    "norm reduced again (25)",
+]
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -242,6 +277,9 @@ OTHER_CLEAN = [
         batch(n_samples=TOO),
     ),
     (partial(program, "unused", wrapped=False, gradients=by_hand), batch()),
+    (partial(zoo.own_step, "fast"), batch("tokens")),
+    (partial(zoo.own_step, "exact"), batch("tokens")),
+    (partial(program, loss=zoo.float_cast), batch()),
 ]
 
 
@@ -254,7 +292,7 @@ def check_clean(explanations):
 
 
 def test_right_programs_of_many_forms_are_left_in_peace():
-    check_clean(explain.many([*OTHER_CLEAN, *CLEAN[1::4]], 4, timeout_seconds=170))
+    check_clean(explain.many([*OTHER_CLEAN, *CLEAN[::5], CLEAN[19]], 4, timeout_seconds=170))
 
 
 @pytest.mark.slow
@@ -262,3 +300,101 @@ def test_right_programs_of_many_forms_are_left_in_peace():
 def test_no_false_alarm_in_the_long_campaign(world_size):
     assert len(CLEAN) == 32
     check_clean(explain.many(CLEAN, world_size, timeout_seconds=900))
+
+
+REFUSED = {
+    "constant loss": (partial(program, loss=zoo.constant), batch(), "every gradient is 0"),
+    "loss without the model": (partial(program, loss=zoo.independent), batch(), "depends on no trainable"),
+    "equal samples": (
+        zoo.minimal,
+        tuple(t[:1].expand(8, *t.shape[1:]) for t in batch()),
+        "samples are equal",
+    ),
+    "order of the samples": (partial(program, loss=zoo.ordered), batch(), "samples are put in another order"),
+    "loss form": (
+        partial(program, wrapped=False, loss=zoo.sum_and_count),
+        batch(),
+        "Program(train_step=...)",
+    ),
+    "no program": (dict, batch(), "an explain.Program, got dict"),
+    "no samples": (zoo.minimal, (1, 2), "expected tensors with the samples on their first axis"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_could_not_fail_or_is_no_program_is_refused(name):
+    build, samples, fragment = REFUSED[name]
+    with pytest.raises(SpecError) as refusal:
+        explain.one_step(build, samples, 2)
+    assert fragment in str(refusal.value)
+    assert refusal.value.exit_code == 2
+
+
+def test_one_worker_is_no_comparison():
+    with pytest.raises(ValueError, match="at least 2"):
+        explain.one_step(zoo.minimal, batch(), 1)
+
+
+def test_two_workers_and_dropout_are_said_aloud():
+    got = explain.one_step(partial(program, "transformer"), batch("transformer"), 2)
+    assert got.same
+    assert got.warnings[0].startswith("2 workers only")
+    assert "Dropout was set to 0 in `block.self_attn`" in got.warnings[1]
+    assert got.as_built.dtype == "float32"
+    assert 0 < got.as_built.ulps < 1000
+    assert json.loads(json.dumps(got.to_dict()))["same"] is True
+
+
+def command(folder, monkeypatch, *arguments):
+    """Run ``samestep explain`` on a file of a user's in a folder."""
+    text = """
+import explain_faults as zoo
+global_batch = zoo.batch(n_samples=22)
+build = zoo.minimal
+def right():
+    return zoo.program()
+def even():
+    return zoo.batch()
+"""
+    (folder / "users_training.py").write_text(text)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "users_training", raising=False)
+    app = typer.Typer()
+    app.command()(explain_command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_names_the_fault_and_ends_with_1(tmp_path, monkeypatch):
+    done = command(tmp_path, monkeypatch, "users_training:build", "--junit", "result.xml")
+    assert done.exit_code == 1, done.output
+    assert done.stdout.startswith("backward: Backward parts at the last layer, `fc2`")
+    assert "a mean of means, counts 6, 6, 5, 5" in done.stdout
+    case = ElementTree.parse(tmp_path / "result.xml").getroot()
+    assert case.get("failures") == "1"
+    assert case.find("testcase/failure").get("type") == "mean of means"
+
+
+def test_the_command_ends_with_0_and_speaks_json(tmp_path, monkeypatch):
+    batch_option = ["--batch", "users_training:even"]
+    done = command(tmp_path, monkeypatch, "users_training:right", "--workers", "2", "--json", *batch_option)
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["same"] is True
+    assert said["world_size"] == 2
+    assert said["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["users_training"], "expected MODULE:NAME"),
+        (["no_such_module:build"], "there is no module `no_such_module`"),
+        (["users_training:nothing"], "has no `nothing`"),
+        (["users_training:build", "--batch", "users_training:nothing"], "--batch"),
+    ],
+)
+def test_wrong_usage_ends_with_2(tmp_path, monkeypatch, words, fragment):
+    done = command(tmp_path, monkeypatch, *words)
+    assert done.exit_code == 2
+    assert fragment in done.stderr

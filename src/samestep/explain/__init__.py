@@ -2,10 +2,11 @@
 
 ::
 
-    one worker, whole batch:  initial values ─ samples ─ forward ─ backward ─ mean gradient ─ clip ─ update ─ buffers
-                                    │             │          │          │            │          │       │         │
-    N workers, each stage           ▼             ▼          ▼          ▼            ▼          ▼       ▼         ▼
-    given the reference's:      same bits?   each once?   module by module     sum of w x local?   factor?   equal?
+    one worker:   initial ── samples ── forward ── backward ── mean ── clip ── update ── buffers
+    whole batch      │          │       by module  by module gradient    │        │         │
+                     ▼          ▼          ▼          ▼         ▼        ▼        ▼         ▼
+    N workers:   same bits? once each?  equal?    multiple?   sum of   equal?  multiple?  equal?
+                                                           w x local?
 
 Everything runs in float64, where rounding cannot be taken for a fault nor a fault for rounding. One step is
 looked at, and only what float64 shows: a kernel or a cast that exists in low precision only is seen in the
@@ -15,7 +16,7 @@ figures of `Explanation.as_built`, not judged. Steps from which nothing could be
 from __future__ import annotations
 
 from samestep.explain._explanation import AsBuilt, Explanation, Finding
-from samestep.explain._program import Program
+from samestep.explain._program import Program, by_train_step
 from samestep.explain._run import many, one_step
 
-__all__ = ["AsBuilt", "Explanation", "Finding", "Program", "many", "one_step"]
+__all__ = ["AsBuilt", "Explanation", "Finding", "Program", "by_train_step", "many", "one_step"]

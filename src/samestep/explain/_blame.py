@@ -63,8 +63,8 @@ def _presence(bad: list[str], workers: list[Figures]) -> Finding | None:
                 text = f"`{name}` has no gradient {where}: it is not reduced, or not reached by the backward pass."
                 return Finding("reduction", name, tuple(ranks), "no gradient", text, math.inf)
             text = (
-                f"`{name}` has a gradient {where} where one worker has none: zeros in place of none let weight decay "
-                "and momentum move a parameter that no sample used."
+                f"`{name}` has a gradient {where} where one worker has none: zeros in place of none let weight "
+                "decay and momentum move a parameter that no sample used."
             )
             return Finding("reduction", name, tuple(ranks), "gradient of an unused parameter", text, math.inf)
     return None
@@ -150,7 +150,7 @@ def _common(order: list[str], workers: list[Figures]) -> list[float] | None:
 
 
 def _made_like(name: str, workers: list[Figures], common: list[float]) -> bool:
-    """Return whether a parameter was reduced with the weights of the others on every rank, as far as can be told."""
+    """Return whether a parameter was reduced with the weights of the others on every rank, where that shows."""
     largest = max(abs(v) for v in common)
     for worker in workers:
         made = worker["reduced"][name].get("made")
@@ -182,16 +182,18 @@ def _loss(
     factors: list[float | None],
     common: list[float],
 ) -> Finding | None:
-    """Return the finding that the loss has the wrong weight on some ranks or on all, None if its weights are regular.
+    """Return the finding that the loss has the wrong weight, None if its weights are regular.
 
-    Here the reduction is regular: one weight for all.
+    The reduction is regular here: one weight for all.
     """
     known, world_size = _known(factors) or [], len(workers)
     counts = _counts(workers)
     n_rows = reference["n_rows"]
     v = median(_carried(common, factors))
     # A mean over own samples, or over all of them, times the number of ranks or not: each can be right.
-    regular = {1.0, float(world_size)} | ({n_rows / counts[0]} if counts and len(set(counts)) == 1 else set())
+    regular = {1.0, float(world_size), reference["count"]} | (
+        {n_rows / counts[0]} if counts and len(set(counts)) == 1 else set()
+    )
     if _alike(known) and any(abs(known[0] / r - 1) < TOLERANCE for r in regular):
         return None
     right = min(regular, key=lambda r: abs(math.log(abs(r * v) or 1e-300)))
@@ -209,7 +211,8 @@ def _loss(
         cause, why = "mean of means", "a mean of means, " + _shares(known, counts, n_rows)
     elif size < 0.01:
         cause = "loss count wrong"
-        why = f"the count that the loss is divided by is off by {number(size)} relative {on_ranks(ranks, world_size)}"
+        where = on_ranks(ranks, world_size)
+        why = f"the count that the loss is divided by is off by {number(size)} relative {where}"
     elif _alike(known) and abs(known[0] / right / world_size - 1) < _ALIKE:
         cause, why = "loss times world size", "the loss is multiplied by the world size once too often"
     last = [key for key in reference["outputs"] if _is_leaf(module_of(key), reference)]

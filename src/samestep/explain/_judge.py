@@ -102,8 +102,8 @@ def _samples(reference: dict[str, Any], workers: list[Figures]) -> Finding | Non
         if used != part:
             wrong = sorted(i for i in worker["part"] if used[digests[i]] != part[digests[i]])
             sentence = (
-                f"The loss {on_ranks([r], len(workers))} does not see each of its samples once: {rows(wrong)} of the "
-                "global batch are left out or seen again."
+                f"The loss {on_ranks([r], len(workers))} does not see each of its samples once: {rows(wrong)} of "
+                "the global batch are left out or seen again."
             )
             return Finding("samples", f"sample {wrong[0]}", (r,), "samples left out", sentence, math.inf)
     return None
@@ -166,7 +166,7 @@ def _forward(reference: dict[str, Any], workers: list[Figures]) -> Finding | Non
 
 
 def _clipping(reference: dict[str, Any], workers: list[Figures]) -> Finding | None:
-    wrong = [{n for n, (size, _) in w["clip"].items() if size > TOLERANCE} for w in workers]
+    wrong = [{n for n, (size, _) in w.get("clip", {}).items() if size > TOLERANCE} for w in workers]
     first = _first(reference["reduced"], wrong)
     if first is None:
         return None

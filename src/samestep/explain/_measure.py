@@ -145,6 +145,7 @@ def aligned(right: Tensor, shape: torch.Size, rows: list[int], n_rows: int) -> l
     index = torch.tensor(rows, dtype=torch.int64, device=right.device)
     if times == 1:
         return [right.index_select(axis, index)]
-    behind = right.unflatten(axis, (n_rows, times)).index_select(axis, index).flatten(axis, axis + 1)
-    front = right.unflatten(axis, (times, n_rows)).index_select(axis + 1, index).flatten(axis, axis + 1)
-    return [behind, front]
+    ahead, after = right.shape[:axis], right.shape[axis + 1 :]
+    behind = right.reshape(*ahead, n_rows, times, *after).index_select(axis, index)
+    front = right.reshape(*ahead, times, n_rows, *after).index_select(axis + 1, index)
+    return [behind.flatten(axis, axis + 1), front.flatten(axis, axis + 1)]

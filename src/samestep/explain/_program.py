@@ -12,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import SpecError
 from samestep.explain import _rows
+from samestep.group import Group
+from samestep.step import TrainStep
 
-__all__ = ["Program", "opened"]
+__all__ = ["Program", "by_train_step", "count_of", "opened", "scalar"]
 
 
 @dataclass
@@ -66,17 +68,43 @@ class Program:
         if self.gradients is not None:
             self.gradients(self.model, loss_fn, part)
         else:
-            scalar(loss_fn(self.model, part), "the part of one worker").backward()
+            torch.autograd.backward(scalar(loss_fn(self.model, part), "the part of one worker"))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters, by name in registration order."""
         return {name: p for name, p in self.bare.named_parameters() if p.requires_grad}
 
 
+def by_train_step(
+    **settings: Any,
+) -> Callable[[nn.Module, torch.optim.Optimizer, Callable[..., Any], Any], Any]:
+    """Return a `Program.train_step` that is one step of samestep's own `TrainStep`, one shard per worker.
+
+    Args:
+        **settings: of `TrainStep`, without model, optimizer, group and shards.
+
+    Example:
+        >>> by_train_step(clip_norm=1.0).__name__
+        'train_step'
+    """
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any, part: Any) -> None:
+        group = Group.from_env("cuda" if _rows.on_cuda(part) else "cpu", threads=None)
+        step = TrainStep(model, optimizer, group=group, shards=group.world_size, **settings)
+        step.train_step([part], loss_fn)
+
+    return train_step
+
+
+def count_of(returned: Any) -> float:
+    """Return the count in ``(loss_sum, count)``, 1 for a plain loss."""
+    return float(returned[1]) if isinstance(returned, tuple) and len(returned) >= 2 else 1.0
+
+
 def scalar(returned: Any, what: str, quotient: bool = False) -> Tensor:
     """Return the loss to differentiate; sum over count where a loss function gives both and `quotient` is set."""
-    if isinstance(returned, tuple) and len(returned) >= 2 and quotient:
-        returned = returned[0] / returned[1]
+    if quotient:
+        returned = returned[0] / count_of(returned) if isinstance(returned, tuple) and returned else returned
     if not isinstance(returned, Tensor) or returned.numel() != 1:
         got = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
         raise SpecError(

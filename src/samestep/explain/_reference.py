@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samestep.errors import SpecError
 from samestep.explain import _measure, _rows, _state
-from samestep.explain._program import Program, scalar
+from samestep.explain._program import Program, count_of, scalar
 from samestep.explain._tape import Keeper, module_of
 from samestep.group import Group
 
@@ -60,7 +60,7 @@ def _reference(build: Callable[[], Any], given: Any, device: torch.device) -> di
     _state.seeded(1)
     tape = _gradients(program, batch)
     found["outputs"], found["gradients"] = tape.calls[0].forward, tape.calls[0].backward
-    found["reduced"] = _state.gradients(program)
+    found["reduced"], found["count"] = _state.gradients(program), tape.count
     _refuse_no_gradient(found["reduced"])
     _finish(program, found)
     return found
@@ -71,7 +71,7 @@ def _as_built(build: Callable[[], Any], given: Any, device: torch.device) -> dic
     found: dict[str, Any] = {"state": _state.state(program.bare)}
     _state.seeded(1)
     loss = program.loss_fn(program.model, _rows.converted(given, None, device))
-    scalar(loss, "the global batch", quotient=True).backward()
+    torch.autograd.backward(scalar(loss, "the global batch", quotient=True))
     found["reduced"] = _state.gradients(program)
     _finish(program, found)
     return found
@@ -90,7 +90,9 @@ def _gradients(program: Program, batch: Any) -> Keeper:
     program.bare.zero_grad(set_to_none=True)
     tape = Keeper(program.bare, program.loss_fn, wide=True)
     try:
-        loss = scalar(tape.loss_fn(program.model, batch), "the global batch", quotient=True)
+        returned = tape.loss_fn(program.model, batch)
+        tape.count = count_of(returned)
+        loss = scalar(returned, "the global batch", quotient=True)
         if not loss.requires_grad:
             raise SpecError(
                 "`loss_fn`: the loss depends on no trainable parameter, so every program would pass. "
@@ -101,7 +103,7 @@ def _gradients(program: Program, batch: Any) -> Keeper:
             raise SpecError(
                 f"`loss_fn`: expected a finite loss of the global batch, got {float(loss)}.", name="loss_fn"
             )
-        loss.backward()
+        torch.autograd.backward(loss)
     finally:
         tape.close()
     return tape
@@ -127,9 +129,9 @@ def _probe(program: Program, batch: Any, start: dict[str, Tensor]) -> tuple[str 
     noise = max((_measure.difference(turned[name], g, largest) for name, g in right.items()), default=0.0)
     if noise > TOLERANCE / 10:
         raise SpecError(
-            f"the reference: its own gradient moves by {noise:.1e} when the samples are put in another order, where "
-            f"faults of {TOLERANCE:.0e} are to be told. Something in the model computes in a narrower float, or its "
-            "loss depends on the order of the samples; take that out."
+            f"the reference: its own gradient moves by {noise:.1e} when the samples are put in another order, "
+            f"where faults of {TOLERANCE:.0e} are to be told. Something in the model computes in a narrower "
+            "float, or its loss depends on the order of the samples; take that out."
         )
     return None, noise
 

@@ -71,8 +71,12 @@ def _replay(group: Group, build: Callable[[], Any], given: Any, reference: dict[
     figures["part"] = rows
     target = reference["reduced"] if program.train_step is None else reference["clipped"]
     figures["reduced"] = _reduced(group, tape, reduced, target)
-    figures["clip"] = {} if program.train_step else _clip(program, reference)
+    figures["clipped_by"] = 1.0
+    if program.train_step is not None:
+        figures["clipped_by"] = _clipped_by(reference)
+        _unclip(figures["reduced"], figures["clipped_by"])
     if program.train_step is None:
+        figures["clip"] = _clip(program, reference)
         _feed(program, reference["clipped"])
         program.optimizer.step()
     figures["update"] = _update(program, before, reference)
@@ -179,6 +183,22 @@ def _reduced(
     return found
 
 
+def _clipped_by(reference: dict[str, Any]) -> float:
+    """Return the factor by which the reference's gradient was clipped, of the parameter where it is largest."""
+    name = max(reference["reduced"], key=lambda n: _largest({n: reference["reduced"][n]}))
+    fit = _measure.factor(reference["clipped"][name], reference["reduced"][name])
+    return fit.coefficients[0] if fit.coefficients else 1.0
+
+
+def _unclip(reduced: dict[str, dict[str, Any]], clipped_by: float) -> None:
+    """Turn weights of a clipped sum into those of the sum."""
+    for entry in reduced.values():
+        for kind in ("made", "needed"):
+            if kind in entry:
+                values = tuple(w / clipped_by for w in entry[kind].coefficients)
+                entry[kind] = entry[kind]._replace(coefficients=values)
+
+
 def _columns(group: Group, local: list[Tensor], like: Tensor, n_calls: int) -> list[Tensor]:
     """Return the local gradients of all ranks, call by call: (call 0, rank 0), (call 0, rank 1), ..."""
     columns = []
@@ -213,7 +233,7 @@ def _update(program: Program, before: dict[str, Tensor], reference: dict[str, An
 
 
 def _buffers(program: Program, right: dict[str, Tensor]) -> dict[str, float]:
-    mine = {name: t for name, t in program.bare.named_buffers()}
+    mine = dict(program.bare.named_buffers())
     largest = _largest({name: right[name] for name in mine if right[name].is_floating_point()})
     return {
         name: _measure.difference(t, right[name], largest if t.is_floating_point() else 0.0)

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 
 from samestep.errors import SpecError
 
-__all__ = ["converted", "count", "digests", "locate", "take"]
+__all__ = ["converted", "count", "digests", "locate", "on_cuda", "take"]
 
 
 def _leaves(batch: Any) -> list[Tensor]:
@@ -68,6 +68,11 @@ def converted(batch: Any, dtype: torch.dtype | None, device: torch.device) -> An
         return leaf.to(device, dtype if leaf.is_floating_point() else None)
 
     return _pytree.tree_map(convert, batch)
+
+
+def on_cuda(batch: Any) -> bool:
+    """Return whether the batch is on a CUDA device."""
+    return _leaves(batch)[0].is_cuda
 
 
 def digests(batch: Any) -> list[str]:

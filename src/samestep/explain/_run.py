@@ -169,7 +169,7 @@ def _warnings(
         eps = torch.finfo(getattr(torch, as_built.dtype)).eps
         if not math.isfinite(as_built.ulps) or as_built.ulps * eps > max(1e-3, 16 * eps):
             found.append(
-                f"In {as_built.dtype} the gradient of `{as_built.tensor}` differs by {number(as_built.ulps)} ulps, more "
-                "than rounding explains, while float64 agrees: look at casts, autocast and scaling."
+                f"In {as_built.dtype} the gradient of `{as_built.tensor}` differs by {number(as_built.ulps)} ulps, "
+                "more than rounding explains, while float64 agrees: look at casts, autocast and scaling."
             )
     return found

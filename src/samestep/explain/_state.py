@@ -18,8 +18,9 @@ __all__ = [
     "built",
     "gradients",
     "load",
-    "option_table",
+    "load_optimizer_state",
     "optimizer_state",
+    "option_table",
     "quiet",
     "seeded",
     "state",
@@ -64,8 +65,8 @@ def _widen(program: Program) -> None:
     narrow = [name for name, t in tensors if t.is_floating_point() and t.dtype != torch.float64]
     if narrow and program.model is not program.bare:
         raise SpecError(
-            f"`build`: expected `{narrow[0]}` to follow torch's default dtype, float64 in a replay, got an explicit "
-            "narrower one inside DDP. Leave out dtype= where the tensor is made.",
+            f"`build`: expected `{narrow[0]}` to follow torch's default dtype, float64 in a replay, got an "
+            "explicit narrower one inside DDP. Leave out dtype= where the tensor is made.",
             name=narrow[0],
         )
     if narrow:

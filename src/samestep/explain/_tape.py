@@ -43,7 +43,7 @@ class Call:
     times: Counter[str] = field(default_factory=Counter)
 
 
-class _Widen(TorchDispatchMode):
+class _Widen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Turns casts to a narrower float into casts to float64, so that a ``.float()`` in a model adds no noise."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,17 +65,19 @@ class Tape:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self.local[name] = []
-                self._handles.append(parameter.register_hook(self._collect(name)))
+                self._handles.append(parameter.register_hook(self._collect(name)))  # type: ignore[no-untyped-call]
 
     def loss_fn(self, model: nn.Module, batch: Any) -> Any:
-        """Call the loss function, and watch."""
+        """Call the loss function and watch it, unless it is called without gradients: a look beside the step."""
+        if not torch.is_grad_enabled():
+            return self._loss_fn(model, batch)
         call = Call(self.place(batch))
         self.calls.append(call)
         self._now = call
         try:
             if not self._wide:
                 return self._loss_fn(model, batch)
-            with _Widen():
+            with _Widen():  # type: ignore[no-untyped-call]
                 return self._loss_fn(model, batch)
         finally:
             self._now = None
@@ -118,7 +120,7 @@ class Tape:
             # The value of the reference, the graph of this program.
             value = instead + (value - value.detach()) if value.requires_grad else instead
         if value.requires_grad:
-            value.register_hook(lambda gradient: self.gradient(call, key, gradient))
+            value.register_hook(lambda g: self.gradient(call, key, g))  # type: ignore[no-untyped-call]
         return value
 
     def _collect(self, name: str) -> Callable[[Tensor], None]:
@@ -134,6 +136,8 @@ class Tape:
 
 class Keeper(Tape):
     """The reference's tape: keeps what it sees."""
+
+    count = 1.0
 
     def output(self, call: Call, key: str, value: Tensor) -> None:
         """Keep an output."""

@@ -33,8 +33,7 @@ def describe(
         everywhere: whether all parameters share the fault.
     """
     world_size = len(workers)
-    example = name if everywhere or not ranks else name
-    made = [w["reduced"][example].get("made") for w in workers]
+    made = [w["reduced"][name].get("made") for w in workers]
     subject = "Gradients are" if everywhere else f"`{name}` is"
     where = on_ranks(ranks, world_size)
     size = max(w["reduced"][name]["error"] for w in workers)
@@ -50,19 +49,19 @@ def describe(
     shown = ranks[0] if ranks else 0
     weights, residual = list(made[shown].coefficients), made[shown].residual
     needed = _needed(name, workers, factors)
-    said = f"weights {each(weights, None)} on rank {shown}"
+    said = f"weights {each(weights, needed[0] if needed else None)} on rank {shown}"
     alone = [_only_own(fit.coefficients, r, world_size) for r, fit in enumerate(made)]
     if all(alone[r] for r in ranks):
         what = "no parameter is reduced" if everywhere else "it keeps each rank's own gradient"
         return "not reduced", f"{subject} not reduced {where}: {said}; {what}."
     if residual > max(TOLERANCE, 1e-9):
         text = (
-            f"{subject} reduced with {said}, but a part of {number(residual)} relative is no combination of the local "
-            "gradients: they are compressed or rounded on the way (a bf16 or fp16 reduction)."
+            f"{subject} reduced with {said}, but a part of {number(residual)} relative is no combination of the "
+            "local gradients: they are compressed or rounded on the way (a bf16 or fp16 reduction)."
         )
         return "lossy reduction", text
     apart = any(_apart(a.coefficients, b.coefficients) for a in made for b in made)
-    right = f" where {each(needed)} is right" if needed else ""
+    right = f" where {each(needed, weights[0])} is right" if needed else ""
     cause, why = _reason(name, workers, weights, needed, factors, world_size)
     if apart:
         cause, why = "ranks disagree", "the ranks do not hold the same gradient"
@@ -117,7 +116,10 @@ def _reason(
         return "ranks left out", f"the samples {on_ranks(left_out, world_size)} do not count"
     spread = max(weights) - min(weights)
     if spread <= 1e-6 * largest:
-        return _uniform(weights[0], needed, factors, world_size, n_calls)
+        cause, why = _uniform(weights[0], needed, world_size, n_calls)
+        if cause == "reduction scaled" and "clip" not in workers[0]:
+            why += ", where it enters the optimizer; look at the clipping too"
+        return cause, why
     if n_calls == 1 and _clipped_before(workers, weights):
         return "clipped before reduction", "each rank clips its own gradient before it is reduced"
     return "wrong weights", "the ranks' weights do not follow what stands behind their loss"
@@ -126,7 +128,6 @@ def _reason(
 def _uniform(
     weight: float,
     needed: list[float] | None,
-    factors: list[float | None],
     world_size: int,
     n_calls: int,
 ) -> tuple[str, str]:
@@ -143,7 +144,7 @@ def _uniform(
             "averaged twice",
             "the reduction averages over ranks what is divided by the global count already",
         )
-    return "reduction scaled", f"the reduced gradient is {number(times, 1.0)} x the reference"
+    return "reduction scaled", f"the reduced gradient is {number(times, 1.0)} x the reference's"
 
 
 def _clipped_before(workers: list[Figures], weights: list[float]) -> bool:

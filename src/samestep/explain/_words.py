@@ -18,12 +18,11 @@ def number(value: float, right: float | None = None) -> str:
     if not math.isfinite(value):
         return "infinite" if value > 0 else "not a number"
     digits = 4
-    while right is not None and value != right and digits < 15:
+    while right is not None and abs(value - right) > 1e-9 * abs(right) and digits < 10:
         if f"{value:.{digits}g}" != f"{right:.{digits}g}":
             break
         digits += 1
-    text = f"{0.0 if abs(value) < 1e-11 else value:.{digits}g}"
-    return text
+    return f"{0.0 if abs(value) < 1e-11 else value:.{digits}g}"
 
 
 def each(values: Sequence[float], right: float | None = None) -> str:
