@@ -272,8 +272,7 @@ class Checkpointer:
         tensors, problem = everywhere(group, "restore", lambda: _or_problem(read))
         if self._damaged_for_one(found, problem):
             return False
-        for name, job in placement.jobs(tensors):
-            everywhere(group, name, job)
+        placement.apply(tensors, lambda name, job: everywhere(group, name, job))
         return True
 
     def _damaged_for_one(self, found: Found, problem: str) -> bool:

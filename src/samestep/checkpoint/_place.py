@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -36,22 +38,38 @@ class Placement:
     allow: tuple[str, ...]
     wanted: tuple[str, ...]
 
-    def jobs(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Callable[[], None]]]:
-        """Return what to call, by thing, in an order in which a refusal comes before anything has changed.
+    def apply(self, tensors: Mapping[str, Tensor], run: Callable[[str, Callable[[], None]], None]) -> None:
+        """Put the checkpoint into the things, in an order in which a refusal leaves all of them as they were.
 
-        Loaders and the like check what they are given, so they go first; a scheduler writes into its optimizer, so
-        it is loaded once as a check and again when the optimizer has its state.
+        Loaders, schedulers and the like check what they are given, so they go first and are put back when one of
+        them refuses; modules and optimizers have been checked before. A scheduler writes into its optimizer, so it
+        is loaded again when the optimizer has its state.
+
+        Args:
+            tensors: those in `wanted`, by name.
+            run: calls a job for a thing of that name, and raises on all workers when it fails on one.
+
+        Raises:
+            CheckpointError: when a thing refuses its state.
         """
         kinds = {name: kind_of(thing) for name, thing in self.things.items()}
-        others = [name for name in self.things if kinds[name] in ("state", "data")]
-        schedulers = [name for name in others if hasattr(self.things[name], "optimizer")]
-        order = [
-            *others,
-            *(name for name in self.things if kinds[name] == "module"),
-            *(name for name in self.things if kinds[name] == "optimizer"),
-            *schedulers,
-        ]
-        return [(name, lambda name=name: self._load(name, tensors)) for name in order]  # type: ignore[misc]
+        schedulers = [n for n in self.things if kinds[n] == "state" and hasattr(self.things[n], "optimizer")]
+        others = [n for n in self.things if kinds[n] == "state" and n not in schedulers]
+        done: list[tuple[str, Any]] = []
+        try:
+            for name in (*others, *schedulers):
+                before = copy.deepcopy(self.things[name].state_dict())
+                run(name, partial(self._load, name, tensors))
+                done.append((name, before))
+        except CheckpointError:
+            for name, before in reversed(done):
+                self.things[name].load_state_dict(before)
+            raise
+        for kind in ("module", "optimizer", "data"):
+            for name in (name for name in self.things if kinds[name] == kind):
+                run(name, partial(self._load, name, tensors))
+        for name in schedulers:
+            run(name, partial(self._load, name, tensors))
 
     def _load(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         thing, saved = self.things[name], self.manifest.states[name]

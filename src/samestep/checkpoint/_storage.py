@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 from samestep import fingerprint
 from samestep.checkpoint._manifest import Manifest, TensorEntry, dtype_name, dtype_of
@@ -40,6 +39,11 @@ def plan_parts(tensors: Mapping[str, Tensor], world_size: int) -> list[list[str]
         tensors: by name, the same names and shapes on all workers.
         world_size: number of workers.
     """
+    if world_size == 1:
+        return [list(tensors)]
+    # Imported here because DTensor and sympy come with it: seconds that a restart need not pay.
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), is_coordinator=True)
     local = planner.create_local_plan()
