@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import platform
 import statistics
 import tempfile
@@ -52,6 +53,7 @@ def main() -> None:
         },
         "steps": args.steps,
         "bar_seconds": 1.0,
+        "load_average": round(os.getloadavg()[0], 1),  # above the number of cores, wall seconds mean little
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, expression in (("multistep", EXPRESSION), ("cosine", COSINE)):
