@@ -25,8 +25,8 @@ def explain(
         str,
         typer.Argument(
             metavar="MODULE:BUILD",
-            help="Function that returns (model, optimizer, loss_fn) or an explain.Program; the module is looked for "
-            "in the current folder too.",
+            help="Function that returns (model, optimizer, loss_fn) or an explain.Program; the module is looked "
+            "for in the current folder too.",
         ),
     ],
     workers: Annotated[int, typer.Option(min=2, help="Worker processes; 2 hide some faults.")] = 4,
@@ -81,7 +81,8 @@ def _named(text: str, what: str) -> Any:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
         raise SpecError(
-            f"{what}: there is no module `{name}` here or among the installed ones. Run in the folder that holds it.",
+            f"{what}: there is no module `{name}` here or among the installed ones. "
+            "Run in the folder that holds it.",
             name=what,
         ) from None
     if not hasattr(module, attribute):
@@ -98,8 +99,8 @@ def _text(found: Explanation) -> str:
         lines += [f"then {finding.stage}: {finding.sentence}" for finding in found.findings[1:]]
     if found.as_built is not None:
         lines.append(
-            f"In {found.as_built.dtype}, as it is trained, the gradient differs by at most {found.as_built.ulps:.3g} ulps "
-            f"(`{found.as_built.tensor}`)."
+            f"In {found.as_built.dtype}, as it is trained, the gradient differs by at most "
+            f"{found.as_built.ulps:.3g} ulps (`{found.as_built.tensor}`)."
         )
     return "\n".join([*lines, *(f"note: {warning}" for warning in found.warnings)])
 
@@ -111,8 +112,9 @@ def _xml(found: Explanation, name: str) -> str:
     if not found.same:
         text = "\n".join(f"{finding.stage}: {finding.sentence}" for finding in found.findings)
         failure = f"<failure type={quoteattr(found.cause or '')} message={quoteattr(text)}/>"
+    case = f'<testcase classname={quoteattr(name)} name="{found.world_size} workers">{failure}</testcase>'
     return (
         '<?xml version="1.0" encoding="utf-8"?>\n'
         f'<testsuite name="samestep explain" tests="1" failures="{int(not found.same)}">'
-        f'<testcase classname={quoteattr(name)} name="{found.world_size} workers">{failure}</testcase></testsuite>\n'
+        f"{case}</testsuite>\n"
     )
