@@ -144,6 +144,18 @@ def moment_bit_a_step_before(group):
             optimizer.state[model.last.weight]["exp_avg"].view(-1)[0] += 1e-3
 
 
+def parameter_changed_that_reaches_its_own_velocity(group):
+    """Weight decay that is added to the gradient carries the change into the velocity too."""
+    model, _ = made(group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    audit = Audit(group, every=1).watch(model, optimizer)
+    step = TrainStep(model, optimizer, group=group, audit=audit)
+    for number in range(STEPS):
+        step.train_step([inputs(group, number)], loss_sum)
+        if number == 1 and is_last(group):
+            model.first.weight.detach()[0, 0] += 0.25
+
+
 def skipped_under_train_step(group):
     model, optimizer = made(group)
     audit = Audit(group, every=1).watch(model, optimizer)
@@ -435,6 +447,7 @@ FAULTS = {
     moment_bit: ("optimizer state", "state.last.weight.exp_avg", 2),
     velocity_bit: ("optimizer state", "state.first.bias.momentum_buffer", 2),
     moment_bit_a_step_before: ("optimizer state", "state.last.weight.exp_avg", 3),
+    parameter_changed_that_reaches_its_own_velocity: (AFTER, "first.weight", 3),
     skipped_under_train_step: ("step count", "applied updates", 2),
     swapped_sample: ("data", "sample ids", 2),
     count_off_by_one: ("data", "count", 2),
