@@ -276,6 +276,8 @@ def program(
     many, rank = dist.get_world_size() > 1, dist.get_rank()
     torch.manual_seed(3)
     net = MODELS[model]()
+    if fault == "explicit float32":
+        net.fc1.bias = nn.Parameter(torch.zeros(8, dtype=torch.float32))
     norms = [m for m in net.modules() if isinstance(m, SyncBatchNorm2d)]
     optim = optimizer_for(net, optimizer)
     for m in norms:
@@ -367,11 +369,6 @@ def independent(model, part):
 def ordered(model, part):
     """Weights the samples by their places."""
     return (model(part[0]).square().mean(1) * torch.arange(len(part[0]))).sum()
-
-
-def narrow(model, part):
-    weight = model.module.fc1.weight.detach().to(torch.float64).numpy().astype("float32")
-    return (part[0] @ torch.from_numpy(weight).T.double() + model(part[0])).square().mean()
 
 
 def float_cast(model, part):

@@ -253,6 +253,15 @@ def test_a_stage_that_was_given_right_values_is_not_blamed_for_the_one_before(fo
     assert len(found[name].findings) == 1
 
 
+def test_faults_of_several_stages_are_all_named(found):
+    assert [f.stage for f in found["clip before the reduction"].findings] == ["reduction", "clipping"]
+    assert [f.stage for f in found["BatchNorm not synchronised"].findings] == [
+        "forward",
+        "backward",
+        "buffers",
+    ]
+
+
 CLEAN = [
     (partial(program, model, optimizer, after), batch(model, n_samples))
     for model, optimizer, n_samples, after in itertools.product(
@@ -274,6 +283,7 @@ OTHER_CLEAN = [
     (partial(zoo.own_step, "fast"), batch("tokens")),
     (partial(zoo.own_step, "exact"), batch("tokens")),
     (partial(program, loss=zoo.float_cast), batch()),
+    (partial(program, wrapped=False, gradients=by_hand, fault="explicit float32"), batch()),
 ]
 
 
@@ -326,6 +336,11 @@ REFUSED = {
         partial(program, wrapped=False, loss=zoo.sum_and_count),
         batch(),
         "Program(train_step=...)",
+    ),
+    "explicit dtype in DDP": (
+        partial(program, fault="explicit float32"),
+        batch(),
+        "`fc1.bias` to follow torch's",
     ),
     "no program": (dict, batch(), "an explain.Program, got dict"),
     "no samples": (zoo.minimal, (1, 2), "expected tensors with the samples on their first axis"),
