@@ -11,6 +11,7 @@ import pytest
 import samestep
 
 ROOT = Path(__file__).parents[1]
+# Some pages show shells and other programs; what has >>> is run.
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPTIONAL = {"samestep.lightning", "samestep.pytest_plugin"}  # need a package that may be absent
 

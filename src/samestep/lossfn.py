@@ -26,9 +26,11 @@ from samestep.errors import SpecError
 from samestep.sharding import Shard
 from samestep.tally import Row
 
-__all__ = ["LossFn", "Result", "call", "check_sum", "cut", "is_empty", "probe"]
+__all__ = ["LossFn", "Result", "call", "cut", "is_empty", "probe"]
 
 LossFn = Callable[[nn.Module, Any], Any]
+
+_DRAWS = 16
 
 
 @dataclass
@@ -111,58 +113,60 @@ def cut(shard: Any, size: int) -> Iterator[Any]:
             yield piece
 
 
-def probe(loss_fn: LossFn, model: nn.Module, shard: Any, alone: bool) -> list[Row]:
-    """Return what the loss function says of a shard's two halves; of the whole where it cannot be cut.
+def probe(
+    loss_fn: LossFn,
+    model: nn.Module,
+    shard: Any,
+    alone: bool,
+    prepare: Callable[[int], None] = lambda draw: None,
+) -> None:
+    """Try the loss function on a shard and on its two halves, before it is trusted.
+
+    A mean is found by its halves, whose losses then add up to twice the whole. Dropout makes that noisy, so where it
+    looks so the trial is repeated with other random numbers.
 
     Args:
         loss_fn: called without gradients.
         model: its buffers, and the generators, are the caller's to put back.
         shard: with samples.
         alone: whether a loss that talks to other workers is refused.
+        prepare: sets buffers and generators for trial number `draw`.
 
     Raises:
-        SpecError: when the loss function breaks its contract, or talks to other workers where it must not.
+        SpecError: when the loss function breaks its contract, returns a mean, or talks to other workers where it must
+            not.
     """
     try:
         n_samples = _length(shard.batch if isinstance(shard, Shard) else shard)
     except SpecError:
-        n_samples = 1  # not a batch of tensors
-    pieces = list(cut(shard, (n_samples + 1) // 2)) if n_samples > 1 else [shard]
+        n_samples = 1  # not a batch of tensors: it cannot be cut
+    pieces = [shard, *(cut(shard, (n_samples + 1) // 2) if n_samples > 1 else ())]
     refused = alone and not getattr(loss_fn, "collective", False)
     guard = _NoTalking() if refused else nullcontext()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), guard:
-        return [call(loss_fn, model, piece).row for piece in pieces]
-
-
-def check_sum(halves: list[Row], whole: Row) -> None:
-    """Refuse a loss that is the mean of its halves' losses rather than their sum.
-
-    Args:
-        halves: from `probe`.
-        whole: what the loss function said of the whole shard.
-
-    Raises:
-        SpecError: when it is.
-    """
-    counts = sum(half.count for half in halves)
-    if (
-        len(halves) != 2
-        or whole.count <= 1
-        or counts != whole.count
-        or not all(half.count for half in halves)
-    ):
-        return
-    if not math.isfinite(whole.loss) or whole.loss == 0:
-        return
-    ratio = sum(half.loss for half in halves) / whole.loss
-    # Dropout and batch statistics move both a little; a mean gives 2, a sum 1.
-    if abs(ratio - 2) < 0.25:
-        raise SpecError(
-            f"`loss_fn`: the loss of a shard, {whole.loss:.6g}, is the mean of its halves' losses, "
-            f"{halves[0].loss:.6g} and {halves[1].loss:.6g}, not their sum. "
-            'Return a sum (reduction="sum") and the count behind it.',
-            name="loss_fn",
-        )
+    sum_whole = sum_halves = 0.0
+    for draw in range(_DRAWS):
+        rows = []
+        for piece in pieces:
+            prepare(draw)
+            with torch.no_grad(), guard:
+                rows.append(call(loss_fn, model, piece).row)
+        whole, *halves = rows
+        if (
+            len(halves) < 2
+            or not all(row.count for row in rows)
+            or sum(h.count for h in halves) != whole.count
+        ):
+            return
+        sum_whole += whole.loss
+        sum_halves += sum(half.loss for half in halves)
+        # A sum gives 1, a mean gives 2; NaN gives neither.
+        if sum_whole == 0 or not abs(sum_halves / sum_whole - 2) < 0.25:
+            return
+    raise SpecError(
+        f"`loss_fn`: the loss of a shard, {sum_whole / _DRAWS:.6g}, is the mean of its halves' losses, which add up to "
+        f'{sum_halves / _DRAWS:.6g}, not their sum. Return a sum (reduction="sum") and the count behind it.',
+        name="loss_fn",
+    )
 
 
 class _NoTalking(TorchDispatchMode):  # type: ignore[no-untyped-call]

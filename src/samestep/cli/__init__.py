@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from samestep.cli import compare, encode, report, schedule, train
+from samestep.cli import compare, encode, report, schedule, train, verify
 
 __all__ = ["app", "main"]
 
@@ -24,6 +24,7 @@ app.command(name="compare")(compare.compare)
 app.command(name="encode")(encode.encode)
 app.command(name="report")(report.report)
 app.command(name="schedule")(schedule.schedule)
+app.command(name="verify")(verify.verify)
 
 
 @app.callback()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.cli._recipes import RECIPES, load_settings, schedule_of
 from samestep.cli._speak import spoken
 from samestep.cli._table import Plan, as_json, as_text, policy_text
 from samestep.errors import SpecError
@@ -21,13 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["schedule"]
 
-# Where a recipe's settings and its schedule are.
-_RECIPES = {
-    "semantic-ids": (
-        ("samestep.recipes.semantic_ids.spec", "SemanticIdsSpec"),
-        ("samestep.recipes.semantic_ids.job", "_schedule"),
-    ),
-}
 _POLICIES = ("free", "frozen", "threshold", "relative", "every_change")
 
 
@@ -248,23 +241,20 @@ def _of_recipe(
     settings: list[str],
 ) -> Plan:
     from samestep.momentum import free
-    from samestep.recipes.spec import load
 
     name = content.get("recipe")
-    if name not in _RECIPES:
+    if name not in RECIPES:
         raise SpecError(
             f"{path}: expected a SOLVER section (a Detectron-family recipe) or `recipe:` as one of "
-            f"{', '.join(_RECIPES)}, got {f'recipe: {name}' if name else 'neither'}.",
+            f"{', '.join(RECIPES)}, got {f'recipe: {name}' if name else 'neither'}.",
             name="recipe",
         )
-    (module, kind), (job, function) = _RECIPES[name]
-    changes = [*settings, *(f"lr={lr!r}" for lr in lrs)]
-    spec: Any = load(getattr(importlib.import_module(module), kind), path, changes)
+    spec: Any = load_settings(name, path, [*settings, *(f"lr={lr!r}" for lr in lrs)], None, False)
     if spec.kind != "rqvae":
         raise SpecError(
             f"{path}: `kind`: expected rqvae, got {spec.kind}: it has no learning rate.", name="kind"
         )
-    parsed: Schedule = getattr(importlib.import_module(job), function)(spec)
+    parsed: Schedule = schedule_of(name)(spec)
     n_steps = steps or max(1, spec.steps)
     # These optimizers keep no LR in their history, so nothing is rescaled, unless one asks what would be.
     momentum = "no LR in the history: nothing to rescale" if policy is None else policy_text(policy)

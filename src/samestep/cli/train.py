@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 from pathlib import Path
@@ -10,32 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from samestep.cli._recipes import RECIPES, job_of, load_settings
 from samestep.cli._speak import UNDER_AGENT, spoken
 from samestep.errors import SpecError
 
 __all__ = ["train"]
 
-# Where a recipe's settings and its job are; imported when it is asked for.
-_RECIPES = {
-    "semantic-ids": (
-        ("samestep.recipes.semantic_ids.spec", "SemanticIdsSpec"),
-        ("samestep.recipes.semantic_ids.job", "run"),
-    ),
-}
-
-_EXAMPLES = """
-Examples:
-
-  samestep train semantic-ids --config examples/semantic_ids.yaml --workers 2
-
-  samestep train semantic-ids --set data=items.parquet --set "n_centroids=[64,64]"
-
-  torchrun --nproc-per-node 4 -m samestep train semantic-ids --config my.yaml --out runs/mine
-"""
-
 
 def train(
-    recipe: Annotated[str, typer.Argument(help=f"What to train: {', '.join(_RECIPES)}.")],
+    recipe: Annotated[str, typer.Argument(help=f"What to train: {', '.join(RECIPES)}.")],
     config: Annotated[Path | None, typer.Option(help="Settings, a YAML file.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; repeatable.")
@@ -46,18 +28,26 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")
     ] = False,
+    stop_after: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many steps, with a checkpoint; --resume goes on.")
+    ] = None,
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of each worker; part of what fixes the bits.")
     ] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Rendezvous port; 0 takes a free one.")] = 0,
 ) -> None:
-    """Train a recipe and write a run folder."""
+    """Train a recipe on one or several workers and write a run folder.
+
+    Example: samestep train semantic-ids --config examples/semantic_ids.yaml --workers 2
+
+    Example: torchrun --nproc-per-node 4 -m samestep train semantic-ids --config my.yaml --out runs/mine
+    """
     with spoken():
         changes = list(settings or [])
         if shards is not None:
             changes.append(f"shards={shards}")
-        spec = _load(recipe, config, changes, out, resume)
+        spec = load_settings(recipe, config, changes, out, resume)
         from samestep.recipes.folder import RunFolder, default_path
 
         started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -75,42 +65,21 @@ def train(
                 name="workers",
             )
         if started or workers == 1:
-            _work(recipe, spec, folder, resume, device, threads)
+            _work(recipe, spec, folder, resume, device, threads, stop_after)
             return
-        arguments = ["-m", "samestep", "train", recipe, "--out", str(folder), "--threads", str(threads)]
-        arguments += ["--device", device, *(["--config", str(config)] if config else [])]
-        arguments += [word for change in changes for word in ("--set", change)] + ["--resume"] * resume
-        _start(arguments, workers, port)
+        options = {"--out": folder, "--threads": threads, "--device": device, "--config": config}
+        _start(recipe, options | {"--stop-after": stop_after}, changes, resume, workers, port)
 
 
-def _load(recipe: str, config: Path | None, changes: list[str], out: Path | None, resume: bool) -> Any:
-    """Return the settings; those of the folder when a run goes on, which new ones must not contradict."""
-    from samestep.recipes.spec import load
-
-    if recipe not in _RECIPES:
-        raise SpecError(f"recipe: expected one of {', '.join(_RECIPES)}, got {recipe!r}.", name="recipe")
-    module, name = _RECIPES[recipe][0]
-    kind = getattr(importlib.import_module(module), name)
-    saved = None if out is None else out / "config.yaml"
-    if not resume or saved is None or not saved.exists():
-        return load(kind, config, changes)
-    old = load(kind, saved)
-    if config is None and not changes:
-        return old
-    new = load(kind, config, changes) if config is not None else load(kind, saved, changes)
-    for key in kind.model_fields:
-        if getattr(new, key) != getattr(old, key) and key not in ("checkpoint_every", "audit_every"):
-            raise SpecError(
-                f"{saved}: `{key}`: this run began with {getattr(old, key)!r}, got {getattr(new, key)!r}. "
-                "Resume with the same settings, or start another run.",
-                name=key,
-            )
-    return new
-
-
-def _start(arguments: list[str], workers: int, port: int) -> None:
+def _start(
+    recipe: str, options: dict[str, Any], changes: list[str], resume: bool, workers: int, port: int
+) -> None:
+    """Start the workers with the same command, and end as they end."""
     from samestep import agent
 
+    arguments = ["-m", "samestep", "train", recipe, *(["--resume"] if resume else [])]
+    arguments += [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    arguments += [word for change in changes for word in ("--set", change)]
     os.environ[UNDER_AGENT] = "1"  # the workers inherit it
     try:
         code = agent.run_command(arguments, workers, port=port)
@@ -122,14 +91,15 @@ def _start(arguments: list[str], workers: int, port: int) -> None:
         raise typer.Exit(code)
 
 
-def _work(recipe: str, spec: Any, out: Path | None, resume: bool, device: str, threads: int) -> None:
+def _work(
+    recipe: str, spec: Any, out: Path | None, resume: bool, device: str, threads: int, stop_after: int | None
+) -> None:
     """Run the recipe as one of the workers."""
     from samestep.group import Group
     from samestep.recipes.folder import RunFolder, default_path
     from samestep.reduce import broadcast_object
 
-    module, name = _RECIPES[recipe][1]
-    job = getattr(importlib.import_module(module), name)
+    job = job_of(recipe)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # A worker that waits for another one inside a collective does not see a KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -142,4 +112,4 @@ def _work(recipe: str, spec: Any, out: Path | None, resume: bool, device: str, t
             except SpecError as error:
                 problem = str(error)
         group.agree(not problem, problem, SpecError)
-        job(spec, folder, group, resume)
+        job(spec, folder, group, resume, stop_after)

@@ -4,6 +4,7 @@
 
     runs/semantic-ids-20260101-120000/
       config.yaml          all settings, defaults included; written first
+      environment.json     what else decides the bits: threads, torch build, instruction set
       metrics.jsonl        one line per logged step
       audit.jsonl          one line per audit
       checkpoints/         see `samestep.checkpoint`
@@ -19,11 +20,15 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from samestep.errors import SpecError
+from samestep.errors import CheckpointError, SpecError
 from samestep.recipes.atomic import replacing
 from samestep.recipes.spec import RunSpec, to_yaml
+
+if TYPE_CHECKING:  # the command line looks at folders before it loads torch
+    from samestep.group import Group
+    from samestep.recipes.display import Display
 
 __all__ = ["RunFolder", "default_path"]
 
@@ -72,12 +77,38 @@ class RunFolder:
                 name="out",
             )
 
-    def open(self, spec: RunSpec) -> None:
-        """Make the folder and write the settings, unless they are there."""
+    def open(self, spec: RunSpec, group: Group, display: Display) -> None:
+        """Make the folder and write settings and environment; in one that is there, say what differs now.
+
+        Raises:
+            CheckpointError: on all workers, when the folder cannot be written to.
+
+        Collective: all ranks of `group`.
+        """
+        problem = ""
+        if group.is_main:
+            try:
+                self._write_start(spec, group, display)
+            except OSError as error:
+                problem = (
+                    f"{self.path}: cannot be written to ({error.strerror}). Name another folder with --out."
+                )
+        group.agree(not problem, problem, CheckpointError)
+
+    def _write_start(self, spec: RunSpec, group: Group, display: Display) -> None:
+        from samestep import environment
+
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / "config.yaml").exists():
             with replacing(self.path / "config.yaml") as file:
                 file.write(to_yaml(spec).encode())
+        now, path = environment.fingerprint(group.device), self.path / "environment.json"
+        if path.exists():
+            for difference in environment.differences(json.loads(path.read_text()), now):
+                display.say(f"not as when the run began, its bits may change: {difference}")
+        else:
+            with replacing(path) as file:
+                file.write((json.dumps(now, indent=2) + "\n").encode())
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Add a line to a JSON-lines file."""

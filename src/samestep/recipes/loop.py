@@ -41,6 +41,7 @@ class Loop:
         checkpointer: keeps checkpoints, or None.
         things: further things with a state, by name, for the checkpoints.
         shown: name of the further sum whose mean tells people how training goes; the loss if empty.
+        stop_after: steps after which the run stops, short of its end; None for the end.
     """
 
     spec: RunSpec
@@ -52,6 +53,7 @@ class Loop:
     checkpointer: Checkpointer | None
     things: Mapping[str, Any]
     shown: str = ""
+    stop_after: int | None = None
 
     def restore(self) -> bool:
         """Go to the last checkpoint; return whether there was one.
@@ -65,28 +67,35 @@ class Loop:
                 self.folder.forget_after(name, self.step.step)
         return True
 
-    def run(self, loss_fn: LossFn) -> None:
+    def run(self, loss_fn: LossFn) -> bool:
         """Take the steps that are left.
 
         Args:
             loss_fn: see `TrainStep.train_step`.
 
+        Returns:
+            Whether the run has come to its end.
+
         Collective: all workers.
         """
         total = self.spec.steps
+        stop = total if self.stop_after is None else min(total, self.stop_after)
         with self.display.stage("training", total, self.step.step):
             shards = self.loader.steps()
             log_every = max(1, total // _LOGGED_LINES)
             since, samples = time.perf_counter(), 0.0
-            while self.step.step < total:
+            while self.step.step < stop:
                 result = self.step.train_step(_lazily(shards), loss_fn)
                 samples += self.spec.global_batch_size
                 if result.step % log_every == 0 or result.step == total:
                     now = time.perf_counter()
                     self._log(result, samples / (now - since))
                     since, samples = now, 0.0
-                if self._is_due(result.step):
+                if result.step == stop or self._is_due(result.step):
                     self.save()
+        if stop < total:
+            self.display.say(f"stopped after {self.step.step} of {total} steps; go on with --resume")
+        return stop == total
 
     def save(self) -> None:
         """Write a checkpoint of now.
@@ -98,7 +107,7 @@ class Loop:
 
     def _is_due(self, step: int) -> bool:
         every = self.spec.checkpoint_every
-        return step == self.spec.steps or (every > 0 and step % every == 0)
+        return every > 0 and step % every == 0
 
     def _log(self, result: StepResult, rate: float) -> None:
         row: dict[str, Any] = {

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from samestep import codebooks, schedules, start
+from samestep import codebooks, start
 from samestep.audit import Audit
 from samestep.checkpoint import Checkpointer
 from samestep.errors import SpecError
@@ -29,6 +29,7 @@ from samestep.recipes.semantic_ids import results
 from samestep.recipes.semantic_ids.data import Items, read_embeddings
 from samestep.recipes.semantic_ids.initial import compute_axes, compute_codebooks
 from samestep.recipes.semantic_ids.model import RQVAE, loss_sums
+from samestep.recipes.semantic_ids.schedule import schedule_of
 from samestep.recipes.semantic_ids.spec import SemanticIdsSpec
 from samestep.reduce import pool
 from samestep.scheduler import LRScheduler
@@ -49,9 +50,12 @@ class _Job:
     items: Items
     part: Items
     pool: Pool
+    stop_after: int | None
 
 
-def run(spec: SemanticIdsSpec, folder: RunFolder, group: Group, resume: bool) -> None:
+def run(
+    spec: SemanticIdsSpec, folder: RunFolder, group: Group, resume: bool, stop_after: int | None = None
+) -> None:
     """Run the recipe on the workers of `group`.
 
     Args:
@@ -59,6 +63,7 @@ def run(spec: SemanticIdsSpec, folder: RunFolder, group: Group, resume: bool) ->
         folder: where everything goes; made once the input is known to be good.
         group: the workers.
         resume: go on from the folder's last checkpoint.
+        stop_after: stop training after so many steps, with a checkpoint and no results; None for the end.
 
     Raises:
         SpecError: on all workers, when the input or the settings do not do.
@@ -67,17 +72,17 @@ def run(spec: SemanticIdsSpec, folder: RunFolder, group: Group, resume: bool) ->
     """
     display = Display(group.is_main)
     items = _read(spec, group)
-    job = _Job(spec, folder, group, display, items, items.part(group.rank, group.world_size), pool(group))
+    part = items.part(group.rank, group.world_size)
+    job = _Job(spec, folder, group, display, items, part, pool(group), stop_after)
     _check(job)
-    if group.is_main:
-        folder.open(spec)
-    group.barrier()
+    folder.open(spec, group, display)
     display.say(
         f"{spec.recipe} ({spec.kind}): {items.n_total:,} items of {items.dim} dimensions, "
         f"{group.world_size} workers, {spec.shards} shards, mode {spec.mode}"
     )
     learned = _fit_kmeans(job) if spec.kind == "rkmeans" else _train_rqvae(job, resume)
-    results.write(spec, folder, group, display, items, learned)
+    if learned is not None:
+        results.write(spec, folder, group, display, items, learned)
 
 
 def _read(spec: SemanticIdsSpec, group: Group) -> Items:
@@ -133,14 +138,14 @@ def _fit_kmeans(job: _Job) -> results.Learned:
     return results.Learned(codes, list(books.levels), books.offset, list(books.relative_errors), None)
 
 
-def _train_rqvae(job: _Job, resume: bool) -> results.Learned:
+def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
     spec, group = job.spec, job.group
     torch.manual_seed(spec.seed)
     model = RQVAE(job.items.dim, spec.n_centroids, spec.latent_dim, spec.hidden, spec.beta).to(group.device)
     start.mark(model)
     start.mark(model.quantizer)
     optimizer = _optimizer(spec, model)
-    scheduler = LRScheduler(optimizer, _schedule(spec), group=group)
+    scheduler = LRScheduler(optimizer, schedule_of(spec), group=group)
     start.broadcast(model, optimizer, group=group)
     loader = ShardLoader(
         _Rows(job.items.embeddings),
@@ -165,8 +170,10 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned:
         loop.restore()
     if start.needs_initialization(model.quantizer):
         _initialize(job, model)
-    loop.run(_loss)
+    finished = loop.run(_loss)
     audit.check(step.step)
+    if not finished:
+        return None
     codes = model.encode(job.part.embeddings).cpu()
     errors = _relative_errors(job, model, codes)
     levels = [table.detach() for table in model.quantizer.codebooks]
@@ -206,13 +213,6 @@ def _optimizer(spec: SemanticIdsSpec, model: nn.Module) -> torch.optim.Optimizer
             model.parameters(), lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay
         )
     return torch.optim.AdamW(model.parameters(), lr=spec.lr, weight_decay=spec.weight_decay)
-
-
-def _schedule(spec: SemanticIdsSpec) -> schedules.Schedule:
-    decay = schedules.cosine(spec.steps) if spec.steps else schedules.constant(1.0)
-    if not spec.warmup_steps:
-        return decay
-    return schedules.linear_warmup(spec.warmup_steps, 1.0 / (spec.warmup_steps + 1)) * decay
 
 
 def _relative_errors(job: _Job, model: RQVAE, codes: Tensor) -> list[float]:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from samestep.recipes.spec import RunSpec
 
-__all__ = ["SemanticIdsSpec"]
+__all__ = ["SemanticIdsSpec", "Spec"]
 
 
 class SemanticIdsSpec(RunSpec):
@@ -54,3 +54,6 @@ class SemanticIdsSpec(RunSpec):
                 f"`warmup_steps`: expected at most steps={self.steps}, got {self.warmup_steps}; shorten the warm-up"
             )
         return self
+
+
+Spec = SemanticIdsSpec

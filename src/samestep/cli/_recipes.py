@@ -1,0 +1,54 @@
+"""Which recipes there are, and their settings; a recipe is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import SpecError
+
+__all__ = ["RECIPES", "job_of", "load_settings", "schedule_of"]
+
+RECIPES = {
+    "semantic-ids": "samestep.recipes.semantic_ids",
+}
+
+
+def load_settings(
+    recipe: str, config: Path | None, changes: list[str], out: Path | None, resume: bool
+) -> Any:
+    """Return the settings; those of the folder when a run goes on, which new ones must not contradict."""
+    from samestep.recipes.spec import load
+
+    if recipe not in RECIPES:
+        raise SpecError(f"recipe: expected one of {', '.join(RECIPES)}, got {recipe!r}.", name="recipe")
+    kind = importlib.import_module(f"{RECIPES[recipe]}.spec").Spec
+    saved = None if out is None else out / "config.yaml"
+    if not resume or saved is None or not saved.exists():
+        return load(kind, config, changes)
+    old = load(kind, saved)
+    if config is None and not changes:
+        return old
+    new = load(kind, config, changes) if config is not None else load(kind, saved, changes)
+    for key in kind.model_fields:
+        if getattr(new, key) != getattr(old, key) and key not in ("checkpoint_every", "audit_every"):
+            raise SpecError(
+                f"{saved}: `{key}`: this run began with {getattr(old, key)!r}, got {getattr(new, key)!r}. "
+                "Resume with the same settings, or start another run.",
+                name=key,
+            )
+    return new
+
+
+def job_of(recipe: str) -> Callable[..., None]:
+    """Return the function that runs a recipe."""
+    run: Callable[..., None] = importlib.import_module(f"{RECIPES[recipe]}.job").run
+    return run
+
+
+def schedule_of(recipe: str) -> Callable[[Any], Any]:
+    """Return the function that makes a recipe's schedule from its settings."""
+    make: Callable[[Any], Any] = importlib.import_module(f"{RECIPES[recipe]}.schedule").schedule_of
+    return make
