@@ -55,6 +55,14 @@ FAULTS = {
         ("reduction", "fc1.weight", ALL, "not reduced"),
         ("`fc1.weight` is not reduced", "weights 1, 0, 0, 0 on rank 0"),
     ),
+    "one small parameter not reduced": (
+        (
+            partial(program, wrapped=False, gradients=partial(zoo.reduce_by_hand, skip=["fc2.bias"])),
+            batch(),
+        ),
+        ("reduction", "fc2.bias", ALL, "not reduced"),
+        ("`fc2.bias` is not reduced on all ranks",),
+    ),
     "other initial values on rank 1": (
         (partial(program, wrapped=False, gradients=by_hand, fault="init"), batch()),
         ("initial values", "fc1.weight", (1,), "other initial values"),

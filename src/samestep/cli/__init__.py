@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from samestep.cli import compare, encode, report, schedule, train, verify
+from samestep.cli import compare, encode, explain, report, schedule, train, verify
 
 __all__ = ["app", "main"]
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command(name="train")(train.train)
 app.command(name="compare")(compare.compare)
 app.command(name="encode")(encode.encode)
+app.command(name="explain")(explain.explain)
 app.command(name="report")(report.report)
 app.command(name="schedule")(schedule.schedule)
 app.command(name="verify")(verify.verify)

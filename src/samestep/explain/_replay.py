@@ -18,6 +18,7 @@ from torch import Tensor
 from samestep.errors import SpecError
 from samestep.explain import _measure, _rows, _state
 from samestep.explain._program import Program
+from samestep.explain._reference import TOLERANCE
 from samestep.explain._tape import Comparer
 from samestep.group import Group
 from samestep.reduce import gather_parts
@@ -178,6 +179,8 @@ def _reduced(
             total = torch.zeros_like(value) if got is None else got.to(value.dtype)
             entry["made"] = _measure.weights(columns, total, largest)
             entry["needed"] = _measure.weights(columns, value, largest)
+            own = sum(tape.local[name], torch.zeros_like(total))
+            entry["own"] = _measure.difference(total, own, largest) <= TOLERANCE
             entry["norms"] = [float(column.norm()) for column in columns]
         found[name] = entry
     return found

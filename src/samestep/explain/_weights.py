@@ -38,6 +38,9 @@ def describe(
     where = on_ranks(ranks, world_size)
     size = max(w["reduced"][name]["error"] for w in workers)
     if any(fit is None or not fit.coefficients for fit in made):
+        if ranks and all(workers[r]["reduced"][name].get("own") for r in ranks):
+            text = f"`{name}` is not reduced {where}: it keeps each rank's own gradient."
+            return "not reduced", text
         told = _borrowed(reference, workers)
         if told is None or not everywhere:
             text = (
