@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from samestep.audit import Audit
 from samestep.checkpoint import Checkpointer
 from samestep.group import Group
 from samestep.lossfn import LossFn
@@ -38,6 +39,7 @@ class Loop:
         display: shows progress.
         step: the model's step.
         loader: gives the shards.
+        audit: told which samples are read.
         checkpointer: keeps checkpoints, or None.
         things: further things with a state, by name, for the checkpoints.
         shown: name of the further sum whose mean tells people how training goes; the loss if empty.
@@ -50,6 +52,7 @@ class Loop:
     display: Display
     step: TrainStep
     loader: ShardLoader
+    audit: Audit
     checkpointer: Checkpointer | None
     things: Mapping[str, Any]
     shown: str = ""
@@ -85,7 +88,7 @@ class Loop:
             log_every = max(1, total // _LOGGED_LINES)
             since, samples = time.perf_counter(), 0.0
             while self.step.step < stop:
-                result = self.step.train_step(_lazily(shards), loss_fn)
+                result = self.step.train_step(self._lazily(shards), loss_fn)
                 samples += self.spec.global_batch_size
                 if result.step % log_every == 0 or result.step == total:
                     now = time.perf_counter()
@@ -123,10 +126,11 @@ class Loop:
         name = self.shown or "loss"
         self.display.advance(result.step, f"{name.replace('_', ' ')} {row[name]:.4f}  {rate:,.0f} samples/s")
 
+    def _lazily(self, shards: Iterator[list[Any]]) -> Iterator[Any]:
+        """Read the next step's shards only inside `train_step`, where a failure to read becomes known to all."""
+        mine = next(shards)
+        self.audit.samples(mine)
+        yield from mine
+
     def _all_things(self) -> dict[str, Any]:
         return {"step": self.step, "loader": self.loader, **self.things}
-
-
-def _lazily(shards: Iterator[list[Any]]) -> Iterator[Any]:
-    """Read the next step's shards only inside `train_step`, where a failure to read becomes known to all."""
-    yield from next(shards)

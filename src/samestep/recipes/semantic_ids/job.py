@@ -156,7 +156,7 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
         fetch="shards",
     )
     audit = Audit(group, every=spec.audit_every, log=job.folder.path / "audit.jsonl")
-    audit.watch(model, optimizer, scheduler=scheduler)
+    audit.watch(model, optimizer, scheduler=scheduler, loader=loader)
     step = TrainStep(
         model, optimizer, group=group, shards=spec.shards, mode=spec.mode, scheduler=scheduler,
         clip_norm=spec.clip_norm, audit=audit, seed=spec.seed,
@@ -164,7 +164,16 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
     checkpointer = Checkpointer(job.folder.checkpoints, group=group)
     things = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     loop = Loop(
-        spec, group, job.folder, job.display, step, loader, checkpointer, things, "reconstruction_error"
+        spec,
+        group,
+        job.folder,
+        job.display,
+        step,
+        loader,
+        audit,
+        checkpointer,
+        things,
+        "reconstruction_error",
     )
     if resume:
         loop.restore()
