@@ -664,10 +664,10 @@ def test_an_error_while_reading_raises_on_all(found):
 def test_bad_losses(found):
     result = same(found, "bad_losses")
     words = {
-        "mean": "not their sum", "vector": "scalar", "float": "scalar", "alone": "(loss_sum, count)",
+        "mean": "expected a sum", "vector": "scalar", "float": "scalar", "alone": "(loss_sum, count)",
         "negative": "count >= 0", "nan": "count >= 0", "zero": "count 0 on all",
-        "loss without count": "with count 0", "count with gradient": "has a gradient", "detached": "does not depend", "sums": "dict", "sum": "`x`",
-        "too few": "`shards`",
+        "loss without count": "with count 0", "count with gradient": "has a gradient",
+        "detached": "does not depend", "sums": "dict", "sum": "`x`", "too few": "`shards`",
     }  # fmt: skip
     for name, text in words.items():
         raised(result[name], "SpecError", text)

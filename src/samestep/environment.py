@@ -1,14 +1,40 @@
-"""What a worker's surroundings say: torchrun's variables, and the device to compute on."""
+"""What a worker's surroundings say: torchrun's variables, the device to compute on, and what decides the bits.
+
+The same sums in the same order have the same bits only on like machines: `fingerprint` writes down what is known to
+change them, and `differences` says in words where two of them part.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+from collections.abc import Mapping
 
 import torch
 
 from samestep.errors import GroupError, SpecError
 
-__all__ = ["pick_device", "read_env"]
+__all__ = ["differences", "fingerprint", "pick_device", "read_env"]
+
+# Seen to change bits: ATEN_CPU_CAPABILITY and the oneDNN limits pick other kernels; the CUDA ones other algorithms.
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "CUBLAS_WORKSPACE_CONFIG",
+)
+_WORDS = {
+    "threads": "intra-op threads",
+    "torch": "torch version",
+    "torch_commit": "torch build",
+    "cpu_capability": "instruction set of torch's CPU kernels",
+    "machine": "processor architecture",
+    "onednn": "oneDNN",
+    "device": "device",
+    "deterministic": "deterministic algorithms",
+    "matmul_precision": "precision of float32 matrix products",
+}
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:
@@ -64,3 +90,65 @@ def read_env() -> tuple[int, int, int]:
             "ranks go from 0 to WORLD_SIZE - 1."
         )
     return values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"]
+
+
+def fingerprint(device: torch.device | str = "cpu") -> dict[str, str]:
+    """Return what decides the bits of this process's results, beside the program: names and values.
+
+    Two processes whose fingerprints are equal are expected to give the same bits for the same work. It is small and
+    goes into checkpoints and traces. The number of workers is not part of it.
+
+    Args:
+        device: that computes, such as `group.device`.
+
+    Returns:
+        Plain texts by name, as JSON data.
+
+    Example:
+        >>> fingerprint()["device"]
+        'cpu'
+    """
+    where = torch.device(device)
+    found = {
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "torch_commit": str(torch.version.git_version),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "mkl": str(torch.backends.mkl.is_available()),  # type: ignore[no-untyped-call]
+        "onednn": str(torch.backends.mkldnn.enabled and "mkldnn" in torch.__config__.show().lower()),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "device": where.type,
+    }
+    if where.type == "cuda":
+        found |= {
+            "device": torch.cuda.get_device_name(where),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+            "cudnn_deterministic": str(torch.backends.cudnn.deterministic),
+            "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
+            "cudnn_tf32": str(torch.backends.cudnn.allow_tf32),
+        }
+    return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+def differences(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
+    """Return in words how two fingerprints differ; empty when they do not.
+
+    Args:
+        a: from `fingerprint`, of the run before.
+        b: of now.
+
+    Returns:
+        One line for each name whose value differs or is missing on one side, `a`'s value first.
+
+    Example:
+        >>> differences({"threads": "1", "device": "cpu"}, {"threads": "2", "device": "cpu"})
+        ['intra-op threads: 1 then, 2 now']
+    """
+    return [
+        f"{_WORDS.get(name, name)}: {a.get(name, 'unset')} then, {b.get(name, 'unset')} now"
+        for name in [*a, *(name for name in b if name not in a)]
+        if a.get(name) != b.get(name)
+    ]
