@@ -67,7 +67,12 @@ def test_the_job_on_one_and_two_workers_and_under_torchrun_gives_the_same_bits(e
 def test_kmeans_encode_and_report(embeddings, tmp_path):
     run, out = tmp_path / "run", tmp_path / "new.parquet"
     settings = ["--set", f"data={embeddings}", "--set", "kind=rkmeans", "--set", "n_centroids=[8,8]"]
+    settings += ["--set", "also_write=[npy,lcrec]"]
     assert in_process("train", "semantic-ids", *settings, "--out", run).exit_code == 0
+    assert np.load(run / "semantic_ids.npy").shape == (200, 3)
+    tokens = json.loads((run / "semantic_ids.lcrec.json").read_text())
+    assert len(tokens) == 200
+    assert all(word[0] == "<" for word in tokens["item-0"])
     rows = np.load(embeddings)["embeddings"]
     table = {"item_id": ["item-3", "new"], "embedding": [rows[3].tolist(), rows[4].tolist()]}
     pq.write_table(pa.table(table), tmp_path / "new_items.parquet")

@@ -100,6 +100,10 @@ def _write_files(
         folder.path / "semantic_ids.parquet", items.all_ids, codes, digits,
         n_centroids_per_level=spec.n_centroids, metadata=facts,
     )  # fmt: skip
+    if "npy" in spec.also_write:
+        outputs.write_npy(folder.path / "semantic_ids.npy", codes, digits)
+    if "lcrec" in spec.also_write:
+        outputs.write_lcrec_json(folder.path / "semantic_ids.lcrec.json", items.all_ids, codes, digits)
     figures = quality.measure(codes, spec.n_centroids, learned.relative_errors, digits)
     outputs.write_json(folder.path / "quality.json", figures)
     return figures

@@ -34,6 +34,10 @@ class SemanticIdsSpec(RunSpec):
         "digit", description="how items with the same codes are told apart"
     )
 
+    also_write: list[Literal["npy", "lcrec"]] = Field(
+        [], description="further files: semantic_ids.npy, .lcrec.json"
+    )
+
     steps: int = Field(400, ge=0, description="applied updates (rqvae)")
     latent_dim: int = Field(64, ge=1, description="columns of the latents")
     hidden: list[int] = Field([512], description="widths of the encoder's layers; the decoder mirrors them")
