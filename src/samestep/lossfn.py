@@ -163,8 +163,8 @@ def probe(
             return  # a sum gives 1, a mean gives 2; NaN gives neither
     if abs(sum_halves / sum_whole - 2) < 0.3:
         raise SpecError(
-            f"`loss_fn`: expected a sum, got a loss of {sum_whole / _DRAWS:.6g} for a shard whose halves' losses add "
-            f"up to {sum_halves / _DRAWS:.6g}: their mean. "
+            f"`loss_fn`: expected a sum, got a loss of {sum_whole / _DRAWS:.6g} for a shard whose halves' losses "
+            f"add up to {sum_halves / _DRAWS:.6g}: their mean. "
             'Return a sum (reduction="sum") and the count behind it.',
             name="loss_fn",
         )
