@@ -57,8 +57,8 @@ def main() -> int:
         f"# The same bits at any number of workers: {args.steps} steps, {SHARDS} shards",
         "",
         f"`python benchmarks/invariance.py --steps {args.steps}`, torch {torch.__version__}, gloo, 1 thread per "
-        f"worker, {platform.processor() or platform.machine()}. The first digest is that of parameters, buffers and "
-        "optimizer state, the second that of all logged figures. Equal to the first column: `=`.",
+        f"worker, {platform.processor() or platform.machine()}. The first digest is that of parameters, buffers "
+        "and optimizer state, the second that of all logged figures. Equal to the first column: `=`.",
         "",
         f"| job | {' | '.join(columns)} | 4, 1, 3, 2 in turn | others | loss, first and last |",
         f"|{'---|' * (len(columns) + 4)}",

@@ -32,12 +32,15 @@ def key(*parts: int) -> int:
 
 
 def seed_all(*parts: int) -> None:
-    """Seed torch's (CPU and every CUDA device), NumPy's and Python's global generators from `parts`.
+    """Seed torch's, NumPy's and Python's global generators from `parts`; those of CUDA devices where CUDA is in use.
 
     Args:
         *parts: as in `key`.
     """
-    torch.manual_seed(key(*parts))
+    # Not torch.manual_seed: where CUDA is not in use it formats a traceback for later, some milliseconds a call.
+    torch.default_generator.manual_seed(key(*parts))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(key(*parts))
     # NumPy and Python share a generator algorithm: seeded alike they would draw the same numbers.
     np.random.seed(key(*parts, 1) & 0xFFFFFFFF)
     random.seed(key(*parts, 2))
