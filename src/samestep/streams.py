@@ -32,7 +32,7 @@ def key(*parts: int) -> int:
 
 
 def seed_all(*parts: int) -> None:
-    """Seed torch's, NumPy's and Python's global generators from `parts`; those of CUDA devices where CUDA is in use.
+    """Seed the global generators of torch (CUDA too where it is in use), NumPy and Python from `parts`.
 
     Args:
         *parts: as in `key`.
