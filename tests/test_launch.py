@@ -23,6 +23,20 @@ def test_results_come_back_by_rank(monkeypatch):
     assert {result[2:] for result in results} == {("seen", 1)}
 
 
+def overwrites(group, tensor):
+    if group.rank == 0:
+        tensor.fill_(7.0)
+    group.barrier()
+    return tensor
+
+
+def test_tensors_are_given_to_each_worker_as_its_own():
+    given = torch.zeros(2)
+    first, second = launch.run(overwrites, 2, given)
+    assert first.tolist() == [7.0, 7.0]
+    assert second.tolist() == given.tolist() == [0.0, 0.0]
+
+
 def raises(group):
     if group.rank == 1:
         raise ValueError("boom")

@@ -88,8 +88,6 @@ def test_pytest_finds_the_fixture(tmp_path):
         "-q",
         "-p",
         "no:cacheprovider",
-        "-p",
-        "samestep.pytest_plugin",
         ".",
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)

@@ -13,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from samestep import report
@@ -322,6 +322,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 @settings(max_examples=150, deadline=None)
+@example([1.0, 1.1125369292536007e-308], 0, 1)
+@example([1e300, 5e-324], 0, 1)
 @given(st.lists(st.floats(), min_size=1, max_size=30), st.integers(0, 2**50), st.integers(1, 10**6))
 def test_any_series_is_drawn_inside_its_picture(values: list[float], start: int, stride: int) -> None:
     values = [v if not math.isfinite(v) or abs(v) < 1e300 else 1.0 for v in values]

@@ -71,6 +71,8 @@ def run(
     """
     if world_size < 1:
         raise ValueError(f"`world_size`: expected at least 1, got {world_size}.")
+    # Plain pickle copies tensors; multiprocessing's own would share one memory between all workers.
+    job = pickle.dumps((fn, args))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "samestep.launch"])
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
@@ -80,7 +82,7 @@ def run(
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 setup = _Setup(rank, world_size, folder, timeout_seconds, threads, device, dict(os.environ))
-                worker = context.Process(target=_work, args=(theirs, setup, fn, args))
+                worker = context.Process(target=_work, args=(theirs, setup, job))
                 worker.start()
                 theirs.close()
                 workers.append(worker)
@@ -135,6 +137,7 @@ def _work(pipe: connection.Connection, setup: _Setup, fn: Callable[..., Any], ar
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     torch.set_num_threads(setup.threads)
     try:
+        fn, args = pickle.loads(job)
         with _join(setup) as group:
             result = fn(group, *args)
         message: tuple[str, Any] = ("result", _dump(result))
@@ -170,7 +173,6 @@ def use_loopback() -> None:
 
 
 def _dump(result: Any) -> bytes:
-    # Plain pickle copies tensors; multiprocessing's own would share memory that dies with the worker.
     return pickle.dumps(result)
 
 

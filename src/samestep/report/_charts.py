@@ -207,7 +207,8 @@ def _log_ticks(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     stride = max(1, math.ceil((last - first) / 5))
     last = first + stride * math.ceil((last - first) / stride)
-    return [10.0**k for k in range(max(first, -307), min(last, 308) + 1, stride)]
+    # Each is clamped to what a float can be, rather than the range: its last tick must enclose `high`.
+    return sorted({10.0 ** min(max(k, -323), 308) for k in range(first, last + 1, stride)})
 
 
 def _thin(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
