@@ -126,7 +126,7 @@ class _Outcome:
         self.text = text
 
 
-def _work(pipe: connection.Connection, setup: _Setup, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _work(pipe: connection.Connection, setup: _Setup, job: bytes) -> None:
     # The fork server was started with an older environment than the caller's.
     os.environ.clear()
     os.environ.update(setup.env)
