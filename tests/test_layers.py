@@ -19,6 +19,7 @@ LAYERS = [
         "sharding",
         "kmeans",
         "codebooks",
+        "targets",
         "fingerprint",
         "streams",
     ],

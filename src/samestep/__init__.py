@@ -45,6 +45,7 @@ __all__ = [
     "step",
     "streams",
     "tally",
+    "targets",
     "transport",
     "tree",
     "watch",

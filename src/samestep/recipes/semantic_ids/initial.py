@@ -8,19 +8,16 @@ a hundred steps most codes are left by their items for good, and rounding has a 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from samestep import codebooks
 from samestep.errors import SpecError
 from samestep.pooling import Pool, alone
-from samestep.recipes.semantic_ids.model import RQVAE, Rows, as_tensor
+from samestep.recipes.semantic_ids.model import RQVAE, Rows
+from samestep.targets import cross_moments
 
 __all__ = ["compute_axes", "compute_codebooks"]
-
-_MOMENT_ROWS = 8192
 
 
 @torch.no_grad()
@@ -54,10 +51,10 @@ def compute_axes(model: RQVAE, points: Rows, pool: Pool = alone) -> dict[str, Te
     if n_points == 0:
         raise SpecError("`points`: expected at least one row, got 0 on all workers.", name="points")
     zero = torch.zeros(model.dim, dtype=torch.float64)
-    total, _, unit = _moments(points, zero, n_points, pool)
+    total, _, unit = cross_moments(points, zero, n_points, pool)
     center = (total.double() * unit / n_points).float()
     # Moments around the mean as float32 holds it, since that is what the model subtracts.
-    _, products, unit = _moments(points, center.double(), n_points, pool)
+    _, products, unit = cross_moments(points, center.double(), n_points, pool)
     covariance = products.double() * (unit * unit / n_points)
     variance = float(covariance.trace()) / model.dim
     if variance <= 0.0:
@@ -101,24 +98,3 @@ def compute_codebooks(
     # The quantizer takes no offset off: the first level holds the latents' mean itself.
     books = codebooks.fit(latents, sizes, max_iterations=max_iterations, seed=seed, pool=pool, center=False)
     return {f"quantizer.codebooks.{level}": table for level, table in enumerate(books.levels)}
-
-
-def _moments(points: Rows, center: Tensor, n_points: int, pool: Pool) -> tuple[Tensor, Tensor, float]:
-    """Return int64 sums of rows - center and of their outer products, over all workers, and the grid's unit."""
-    blocks = range(0, len(points), _MOMENT_ROWS)
-    largest = torch.zeros(1, dtype=torch.float64)
-    for start in blocks:
-        largest = largest.maximum(
-            (as_tensor(points[start : start + _MOMENT_ROWS], center) - center).abs().max()
-        )
-    largest = pool(largest, "max")
-    # Products of two grid values, summed over a block in float64 and over all rows in int64, must stay exact.
-    bits = min((53 - _MOMENT_ROWS.bit_length()) // 2, (62 - n_points.bit_length()) // 2)
-    unit = math.ldexp(1.0, math.frexp(float(largest))[1] - bits)
-    total = torch.zeros(center.shape[0], dtype=torch.int64)
-    products = torch.zeros(center.shape[0], center.shape[0], dtype=torch.int64)
-    for start in blocks:
-        rows = ((as_tensor(points[start : start + _MOMENT_ROWS], center) - center) / unit).round()
-        total += rows.sum(0).long()
-        products += (rows.T @ rows).long()
-    return pool(total), pool(products), unit
