@@ -1,8 +1,8 @@
 """What saving and restoring costs beside ``torch.save`` and plain DCP: ``python benchmarks/checkpoint.py``.
 
 One worker, a model with AdamW, digests included. Each way takes its turn (A B C A B C ...), so that a busy machine
-slows all of them; the figures are medians. Ours and DCP wait until the disk has the bytes, torch.save alone does not:
-it is timed both as it is and with an fsync behind it.
+slows all of them; the figures are medians. Ours and DCP wait until the disk has the bytes, torch.save alone does
+not: it is timed both as it is and with an fsync behind it.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def measure(millions: float, repeats: int, where: str | None) -> dict[str, Any]:
             repeats,
         )
         ways.behind.close()
+        shutil.rmtree(ways.behind.folder)  # its pages would push those of the others out of memory
         loading = medians(
             {"samestep": ways.restore_ours, "torch.load": ways.restore_torch, "dcp": ways.restore_dcp},
             lambda name: None,

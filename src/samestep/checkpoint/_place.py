@@ -123,8 +123,9 @@ def check(manifest: Manifest, things: Mapping[str, Any], mine: State, allow: Seq
         theirs = manifest.names(name)
         if isinstance(thing, nn.Module):
             ours = [key for key in (*mine.tensors, *mine.aliases) if key.startswith(f"{name}.")]
-            _check_names(ours, theirs, allow)
-            theirs = [key for key in theirs if key in set(ours)]
+            _refuse_difference(ours, theirs, allow, "", "Make the model as it was")
+            known = set(ours)
+            theirs = [key for key in theirs if key in known]
             _check_tensors(theirs, manifest, mine)
         elif isinstance(thing, Optimizer):
             _check_groups(name, param_names(chosen, thing), thing, manifest, allow)
@@ -149,15 +150,6 @@ def _check_class(name: str, thing: Any, saved: Mapping[str, Any], allow: Sequenc
         )
 
 
-def _check_names(ours: Sequence[str], theirs: Sequence[str], allow: Sequence[str]) -> None:
-    missing = [name for name in ours if name not in set(theirs) and not _allowed(name, allow)]
-    extra = [name for name in theirs if name not in set(ours) and not _allowed(name, allow)]
-    if extra:
-        raise _misfit(extra, "in the checkpoint, not in this run", "Make the model as it was")
-    if missing:
-        raise _misfit(missing, "in this run, not in the checkpoint", "Make the model as it was")
-
-
 def _check_tensors(names: Sequence[str], manifest: Manifest, mine: State) -> None:
     for name in names:
         entry, tensor = manifest.entry(name), mine.tensors[mine.aliases.get(name, name)]
@@ -169,8 +161,9 @@ def _check_tensors(names: Sequence[str], manifest: Manifest, mine: State) -> Non
                 name=name,
             )
     # Names of one memory get one value: the checkpoint must agree that there is only one.
+    there = set(names)
     for name in names:
-        if (first := mine.aliases.get(name)) in names and first is not None:
+        if (first := mine.aliases.get(name)) is not None and first in there:
             a, b = manifest.entry(first), manifest.entry(name)
             if a.digest != b.digest:
                 raise CheckpointError(
@@ -192,16 +185,7 @@ def _check_groups(
         )
     for g, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
         where = f" (param group {g} of `{name}`)"
-        extra = [key for key in theirs if key not in set(ours) and not _allowed(key, allow)]
-        missing = [key for key in ours if key not in set(theirs) and not _allowed(key, allow)]
-        if extra:
-            raise _misfit(
-                extra, "in the checkpoint, not in this run" + where, "Make the param groups as they were"
-            )
-        if missing:
-            raise _misfit(
-                missing, "in this run, not in the checkpoint" + where, "Make the param groups as they were"
-            )
+        _refuse_difference(ours, theirs, allow, where, "Make the param groups as they were")
     parameters = dict(zip(chain(*groups), _parameters(optimizer)))
     for key, values in manifest.states[name]["state"].items():
         shape = tuple(parameters[key].shape) if key in parameters else None
@@ -268,6 +252,16 @@ def _load_optimizer(
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _refuse_difference(
+    ours: Sequence[str], theirs: Sequence[str], allow: Sequence[str], where: str, advice: str
+) -> None:
+    here, there = set(ours), set(theirs)
+    if extra := [name for name in theirs if name not in here and not _allowed(name, allow)]:
+        raise _misfit(extra, "in the checkpoint, not in this run" + where, advice)
+    if missing := [name for name in ours if name not in there and not _allowed(name, allow)]:
+        raise _misfit(missing, "in this run, not in the checkpoint" + where, advice)
 
 
 def _allowed(name: str, allow: Sequence[str]) -> bool:
