@@ -40,7 +40,7 @@ LAYERS = [
     # over time
     ["lossfn", "watch", "buffers", "forward", "start", "step", "scheduler", "checkpoint"],
     # proof
-    ["audit", "compare", "explain", "report"],
+    ["audit", "compare", "explain", "doctor", "report"],
     # edge
     ["caffe2", "lightning", "recipes", "pytest_plugin", "cli", "__main__"],
 ]

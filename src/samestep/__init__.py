@@ -21,6 +21,7 @@ __all__ = [
     "checkpoint",
     "codebooks",
     "compare",
+    "doctor",
     "environment",
     "errors",
     "explain",

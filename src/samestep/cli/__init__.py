@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from samestep.cli import compare, encode, explain, report, schedule, train, verify
+from samestep.cli import audit, compare, doctor, encode, explain, report, schedule, train, verify
 
 __all__ = ["app", "main"]
 
@@ -20,7 +20,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(name="train")(train.train)
+app.command(name="audit")(audit.audit)
 app.command(name="compare")(compare.compare)
+app.command(name="doctor")(doctor.doctor)
 app.command(name="encode")(encode.encode)
 app.command(name="explain")(explain.explain)
 app.command(name="report")(report.report)
