@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -187,6 +187,7 @@ def test_agrees_with_scikit_learn_from_the_same_seeds() -> None:
 
 
 @settings(max_examples=25, deadline=None)
+@example(n=17, k=2, dim=3, seed=0, acceleration="overrelaxed")
 @given(
     n=st.integers(5, 60),
     k=st.integers(1, 5),

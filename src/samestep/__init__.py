@@ -18,6 +18,7 @@ __all__ = [
     "buffers",
     "bulk",
     "caffe2",
+    "carrier",
     "checkpoint",
     "codebooks",
     "compare",

@@ -15,7 +15,6 @@ One worker has no DDP: same sums, same division.
 
 # No postponed annotations here: DDP reads those of a comm hook and does not accept strings.
 
-import inspect
 import traceback
 import weakref
 from collections.abc import Callable
@@ -25,42 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
+from samestep.carrier import Carrier
 from samestep.errors import SamestepError, SpecError
 from samestep.group import Group
-from samestep.hooks import Weights, beside, weighted_mean
-from samestep.reduce import broadcast_tensor
+from samestep.hooks import beside, raised
 from samestep.sharding import counter_merges, shard_range
 from samestep.tree import Layout, tree_sum
 
-__all__ = ["GradientSum", "Mode", "sparse_parameters"]
+__all__ = ["GradientSum", "Mode"]
 
 Mode = Literal["fast", "exact"]
-
-
-class _Passing(nn.Module):
-    """Holds the model for DDP and passes a finished loss through, so that DDP expects its backward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, loss: Tensor) -> Tensor:
-        return loss
-
-
-class _Touch(torch.autograd.Function):
-    """Returns the loss, and makes every parameter take part in its backward, with nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, nothing: list[Tensor | None], loss: Tensor, *_: Tensor) -> Tensor:
-        ctx.nothing = nothing
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, grad, *ctx.nothing)
 
 
 class GradientSum:
@@ -105,38 +79,22 @@ class GradientSum:
             self._block = shard_range(n_shards, group.world_size, group.rank)
             self._layout = Layout.of(n_shards, group.world_size)
             self._leaf = self._block.start
-        self._weights = Weights(group)
-        self._ddp = self._wrap(model, bucket_cap_mb) if group.world_size > 1 else None
+        self._sums: list[tuple[Any, Tensor, Tensor]] = []  # fast: sums over workers under way
+        self._carrier = (
+            Carrier(model, self.parameters, group, bucket_cap_mb) if group.world_size > 1 else None
+        )
+        if self._carrier is not None:
+            self._carrier.register(weakref.ref(self), _reduce_exact if self._exact else _reduce_fast)
         for index, parameter in enumerate(self.parameters):
             mark = _mark(self._used, index)
             handle = parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)
 
-    def _wrap(self, model: nn.Module, bucket_cap_mb: float | None) -> DistributedDataParallel:
-        sparse = {id(p) for p in sparse_parameters(model)}
-        # DDP wants a gradient from a parameter that it knows as sparse; an empty one adds nothing.
-        self._nothing = [_empty(p) if id(p) in sparse else None for p in self.parameters]
-        known = inspect.signature(DistributedDataParallel.__init__).parameters
-        quiet = "forward_sync_buffers" in known  # torch 2.13 renamed the option
-        options: dict[str, Any] = {"forward_sync_buffers" if quiet else "broadcast_buffers": False}
-        ddp = DistributedDataParallel(
-            _Passing(model),
-            process_group=self._group.process_group,
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=bucket_cap_mb,
-            **options,
-        )
-        if not quiet:  # the old option leaves out the copy at the start, too
-            for buffer in model.buffers():
-                broadcast_tensor(buffer, self._group)
-        ddp.register_comm_hook(weakref.ref(self), _reduce_exact if self._exact else _reduce_fast)
-        return ddp
-
     def begin(self) -> None:
         """Forget what is left of the step before."""
         for parameter in self.parameters:
             parameter.grad = None
-        self._stack, self._pieces = [], None
+        self._stack, self._pieces, self._sums = [], None, []
         self._used[:] = bytes(len(self._used))
         if self._exact:
             self._leaf = self._block.start
@@ -180,17 +138,17 @@ class GradientSum:
         Numerics: order-fixed ("exact") or order-free ("fast"); low-precision gradients are summed in float32.
         """
         self._total = total
-        if self._ddp is None:
+        if self._carrier is None:
             if loss is not None:
                 torch.autograd.backward(scale(loss))
             self._finish_alone()
         else:
-            self._weights.set_total(total)
             last = torch.zeros((), device=self._group.device, requires_grad=True) if loss is None else loss
-            touched = self._ddp(_Touch.apply(self._nothing, last, *self.parameters))  # type: ignore[no-untyped-call]
+            touched = self._carrier.carry(last)
             try:
                 with self._group.collective("reduction of gradients"):
                     torch.autograd.backward(scale(touched))
+                    self._end_sums()
             except SamestepError:
                 raise
             except Exception:
@@ -243,6 +201,31 @@ class GradientSum:
         mean = tree_sum([*sums, summed], self._layout, self._group).div_(self._total)
         return mean if mean.data_ptr() == flat.data_ptr() else flat.copy_(mean)
 
+    def start_sum(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Start the sum of a bucket over workers in its own memory, and return at once (fast only).
+
+        `_end_sums` waits for it. A continuation would do both, but on a thread of gloo's, where Python must not be
+        when the process ends.
+        """
+        flat = bucket.buffer()
+        if flat.layout != torch.strided:  # has no memory of its own to sum in: DDP takes what is returned
+            dist.all_reduce(flat, group=self._group.process_group)
+            return beside(lambda: flat.div_(self._total), flat.device)
+        summed = raised(flat, torch.float32)
+        work = dist.all_reduce(summed, group=self._group.process_group, async_op=True)
+        self._sums.append((work, summed, flat))
+        future: Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+        future.set_result(flat)
+        return future
+
+    def _end_sums(self) -> None:
+        for work, summed, flat in self._sums:
+            work.wait()
+            summed.div_(self._total)
+            if summed.data_ptr() != flat.data_ptr():
+                flat.copy_(summed)
+        self._sums = []
+
     def _settle_unused(self) -> None:
         """Give parameters that no shard of any worker used no gradient, so that the optimizer skips them."""
         used = torch.frombuffer(self._used, dtype=torch.uint8).clone()
@@ -263,21 +246,6 @@ class GradientSum:
             self.parameters[index].grad = None
 
 
-def sparse_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the weights of a model's embeddings that are asked for sparse gradients."""
-    return [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-
-
-def _empty(parameter: Tensor) -> Tensor:
-    places = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    values = parameter.detach().new_empty((0, *parameter.shape[1:]))
-    return torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
-
-
 def _mark(used: bytearray, index: int) -> Callable[[Tensor], None]:
     def mark(parameter: Tensor) -> None:
         used[index] |= parameter.grad is not None  # it is called for a parameter that got nothing, too
@@ -296,4 +264,4 @@ def _reduce_exact(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def _reduce_fast(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
-    return weighted_mean(state()._weights, bucket)
+    return state().start_sum(bucket)  # type: ignore[no-any-return]

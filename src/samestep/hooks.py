@@ -35,7 +35,7 @@ from samestep.group import Group
 from samestep.reduce import gather_parts
 from samestep.tree import Layout, tree_sum
 
-__all__ = ["Hook", "Weights", "beside", "ordered_mean", "register", "weighted", "weighted_mean"]
+__all__ = ["Hook", "Weights", "beside", "ordered_mean", "raised", "register", "weighted", "weighted_mean"]
 
 Hook = Callable[["Weights", dist.GradBucket], "Future[Tensor]"]
 
@@ -119,10 +119,6 @@ class Weights:
             )
         return sum(each)
 
-    def set_total(self, total: float) -> None:
-        """Give the total weight of this update, where the caller already knows it."""
-        self._total = total
-
     def reset(self) -> None:
         """Forget the weights counted so far, where an update is given up."""
         self.local, self._total = 0.0, None
@@ -182,15 +178,16 @@ def weighted_mean(weights: Weights, bucket: dist.GradBucket) -> Future[Tensor]:
     Numerics: order-free over workers; half precision accumulates in `weights.reduce_dtype`.
     """
     total = weights.total(bucket.is_last())
-    flat = _raised(bucket.buffer(), weights.reduce_dtype)
-    if weights.group.world_size == 1:
-        return beside(lambda: _settled(flat, total, bucket.buffer()), flat.device)
-    work = dist.all_reduce(flat, group=weights.group.process_group, async_op=True)
-    assert work is not None
-    reduced: Future[Tensor] = work.get_future().then(
-        lambda future: _settled(future.value()[0], total, bucket.buffer())
-    )
-    return reduced
+    flat = raised(bucket.buffer(), weights.reduce_dtype)
+
+    def mean() -> Tensor:
+        # Waited for here: a continuation would run, and be torn down, on a thread of gloo's, which aborts the
+        # process when Python ends before it is done.
+        if weights.group.world_size > 1:
+            dist.all_reduce(flat, group=weights.group.process_group)
+        return _settled(flat, total, bucket.buffer())
+
+    return beside(mean, flat.device)
 
 
 def ordered_mean(weights: Weights, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -220,7 +217,7 @@ def ordered_mean(weights: Weights, bucket: dist.GradBucket) -> Future[Tensor]:
     total = weights.total(bucket.is_last())
 
     def mean() -> Tensor:
-        flat = _raised(bucket.buffer(), weights.reduce_dtype)
+        flat = raised(bucket.buffer(), weights.reduce_dtype)
         return _settled(tree_sum([flat], weights.layout(), weights.group), total, bucket.buffer())
 
     return beside(mean, bucket.buffer().device)
@@ -273,7 +270,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _raised(flat: Tensor, dtype: torch.dtype | None) -> Tensor:
+def raised(flat: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a bucket of half precision in `dtype`, and any other as it is."""
     low = flat.dtype in (torch.float16, torch.bfloat16)
     return flat.to(dtype) if low and dtype is not None else flat
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.carrier import sparse_parameters
 from samestep.errors import SpecError
-from samestep.gradients import sparse_parameters
 from samestep.group import Group
 
 __all__ = ["ModelWatch", "check", "check_same_structure"]

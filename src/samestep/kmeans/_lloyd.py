@@ -66,8 +66,14 @@ class Problem:
 class _Means:
     table: Tensor  # (n_centroids, dim) float64
     counts: npt.NDArray[np.int64]
+    mass: npt.NDArray[np.float64]  # weight of each centroid's rows
     explained: float  # sum over centroids of |weighted sum|^2 / weight
     n_moved: int
+
+    def distance(self, centroids: Tensor) -> float:
+        """Return the weighted squared distance of the means from centroids: what a step to the means takes off."""
+        gaps = (self.table - centroids.double()).square().sum(1)
+        return float((torch.from_numpy(self.mass) * gaps).sum())
 
 
 def lloyd(
@@ -98,6 +104,9 @@ def lloyd(
     for iteration in range(1, max_iterations + 1):
         means = _pass(problem, sums, centroids, assign)
         inertia = max(spread - means.explained, 0.0)
+        if acceleration == "overrelaxed" and not problem.frame.normalize:
+            # What descends here is the inertia around the centroids as they are, not around their rows' means.
+            inertia += means.distance(centroids)
         if progress is not None and problem.pool.is_main:
             progress(iteration, inertia / problem.frame.scale**2)
         final = iteration == max_iterations or means.n_moved == 0 or last - inertia <= tolerance * inertia
@@ -150,7 +159,7 @@ def _pass(
         # For unit rows, sum |x - c|^2 = 2 (W - sum |s|); halved scale keeps one formula for the caller.
         explained = float(np.sum(2.0 * np.sqrt(squares)) - problem.rows.total_weight)
     table /= torch.from_numpy(safe).unsqueeze(1)
-    return _Means(table, np.where(mass > 0, counts[:-1], 0), explained, int(counts[-1]))
+    return _Means(table, np.where(mass > 0, counts[:-1], 0), mass, explained, int(counts[-1]))
 
 
 def _masses(problem: Problem, n_centroids: int, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

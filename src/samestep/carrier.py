@@ -1,0 +1,103 @@
+"""Torch's DDP as a carrier of gradients: it is handed a finished loss, not the model.
+
+So no way of calling the model can escape the reduction, and a worker that fails before the last backward has not
+yet touched DDP. Every parameter takes part in that backward, with nothing where the loss does not use it: workers
+may use different ones, and none waits for a bucket that another one never fills.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.group import Group
+from samestep.reduce import broadcast_tensor
+
+__all__ = ["Carrier", "sparse_parameters"]
+
+
+class Carrier:
+    """DDP around a model, for the backward of a loss that is computed outside.
+
+    Args:
+        model: plain module; with the wrapping its parameters and buffers become those of rank 0.
+        parameters: its trainable parameters.
+        group: the workers.
+        bucket_cap_mb: as in torch's DDP.
+
+    Collective: all ranks of the group.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: list[nn.Parameter], group: Group, bucket_cap_mb: float | None
+    ) -> None:
+        sparse = {id(p) for p in sparse_parameters(model)}
+        # DDP wants a gradient from a parameter that it knows as sparse; an empty one adds nothing.
+        self._nothing = [_empty(p) if id(p) in sparse else None for p in parameters]
+        self._parameters = parameters
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        quiet = "forward_sync_buffers" in known  # torch 2.13 renamed the option
+        options: dict[str, Any] = {"forward_sync_buffers" if quiet else "broadcast_buffers": False}
+        self._ddp = DistributedDataParallel(
+            _Passing(model),
+            process_group=group.process_group,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_cap_mb,
+            **options,
+        )
+        if not quiet:  # the old option leaves out the copy at the start, too
+            for buffer in model.buffers():
+                broadcast_tensor(buffer, group)
+
+    def register(self, state: object, hook: Callable[..., Any]) -> None:
+        """Attach the comm hook."""
+        self._ddp.register_comm_hook(state, hook)
+
+    def carry(self, loss: Tensor) -> Tensor:
+        """Return the loss; its backward reaches every parameter and runs the comm hook once per bucket."""
+        carried: Tensor = self._ddp(_Touch.apply(self._nothing, loss, *self._parameters))  # type: ignore[no-untyped-call]
+        return carried
+
+
+class _Passing(nn.Module):
+    """Holds the model for DDP and passes a finished loss through, so that DDP expects its backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+class _Touch(torch.autograd.Function):
+    """Returns the loss, and makes every parameter take part in its backward, with nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, nothing: list[Tensor | None], loss: Tensor, *_: Tensor) -> Tensor:
+        ctx.nothing = nothing
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, grad, *ctx.nothing)
+
+
+def sparse_parameters(model: nn.Module) -> list[Tensor]:
+    """Return the weights of a model's embeddings that are asked for sparse gradients."""
+    return [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    ]
+
+
+def _empty(parameter: Tensor) -> Tensor:
+    places = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.detach().new_empty((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
