@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from samestep.carrier import sparse_parameters
 from samestep.errors import SpecError
-from samestep.gradients import GradientSum, sparse_parameters
+from samestep.gradients import GradientSum
 from samestep.group import Group
 from samestep.sharding import tree_fold
 

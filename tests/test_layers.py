@@ -35,6 +35,7 @@ LAYERS = [
         "tree",
         "hooks",
         "tally",
+        "carrier",
         "gradients",
     ],
     # over time
