@@ -136,6 +136,7 @@ def test_a_script_at_several_world_sizes(tmp_path):
     assert max(cell["step"] for cell in told["comparisons"][0]["cells"]) == 5
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails(tmp_path):
     done = run(tmp_path, "fails")
     assert done.returncode == 3

@@ -29,6 +29,7 @@ def verify(*arguments):
     return CliRunner().invoke(app, ["verify", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_exact_mode_is_verified(settings):
     done = verify("semantic-ids", *settings, "--set", "mode=exact", "--workers", 2)
     assert done.exit_code == 0, done.output

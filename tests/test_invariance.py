@@ -38,7 +38,7 @@ def at(world_size: int) -> dict[str, Any]:
     return RUNS[world_size]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_job_has_the_bits_of_one_worker(world_size):
     found = at(world_size)
     assert found == {name: at(1)[name] for name in found}
@@ -66,6 +66,7 @@ def other_loading(group: Group, job: Job) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_loader_processes_and_bucket_sizes_change_nothing():
     job = SHORT[4]
     assert launch.run(other_loading, 4, job, timeout_seconds=170) == [{at(1)[str(job)][0]}] * 4
@@ -95,7 +96,7 @@ def test_the_digest_would_show_another_order_of_additions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_job_over_many_steps(world_size):
     results = launch.run(run_jobs, world_size, JOBS, 40, timeout_seconds=900)
     if "long" not in RUNS:

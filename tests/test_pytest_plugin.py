@@ -68,6 +68,7 @@ def test_the_failure_says_where(workers):
     assert "2 x the reference" in str(failed.value)
 
 
+@pytest.mark.slow
 def test_a_mean_of_means_is_not_exact(workers):
     with pytest.raises(pytest.fail.Exception, match="expected exact"):
         workers(1, 3).check(train_by_hand, True, at_least="exact")
