@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from samestep.errors import GroupError, WorkerError
-from samestep.launch import describe_exit, use_loopback
 
 __all__ = ["check_port", "is_worker", "run_command"]
 
@@ -51,6 +50,8 @@ def run_command(arguments: Sequence[str], n_workers: int, *, port: int = 0, max_
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from samestep.launch import use_loopback
 
     # The agent's own log repeats, at length, what is said below in one line.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -109,6 +110,8 @@ def check_port(port: int) -> None:
 
 def _settle(error: Any, n_workers: int) -> int:
     """Turn the agent's list of failed workers into an exit code, or into the error that names the cause."""
+    from samestep.launch import describe_exit
+
     failures: dict[int, Any] = error.failures
     # The agent itself ends the workers that are left with SIGTERM.
     failures = {r: f for r, f in failures.items() if f.exitcode != -signal.SIGTERM} or failures

@@ -140,7 +140,7 @@ def _work(pipe: connection.Connection, setup: _Setup, job: bytes) -> None:
         fn, args = pickle.loads(job)
         with _join(setup) as group:
             result = fn(group, *args)
-        message: tuple[str, Any] = ("result", _dump(result))
+        message: tuple[str, Any] = ("result", pickle.dumps(result))
     except BaseException as error:
         # The traceback of a worker that only lost its peer would bury the one that matters.
         text = str(error) if isinstance(error, GroupError) else traceback.format_exc()
@@ -170,10 +170,6 @@ def use_loopback() -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-def _dump(result: Any) -> bytes:
-    return pickle.dumps(result)
 
 
 def _dump_error(error: BaseException) -> bytes | None:

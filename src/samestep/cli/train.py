@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from samestep import agent
 from samestep.cli._recipes import RECIPES, job_of, load_settings
 from samestep.cli._speak import UNDER_AGENT, spoken
 from samestep.errors import SpecError
@@ -50,7 +51,7 @@ def train(
         spec = load_settings(recipe, config, changes, out, resume)
         from samestep.recipes.folder import RunFolder, default_path
 
-        started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        started = agent.is_worker()
         if started and workers != 1:
             raise SpecError(
                 "--workers: expected none under torchrun, which has started the workers. Leave it out."
@@ -75,8 +76,6 @@ def _start(
     recipe: str, options: dict[str, Any], changes: list[str], resume: bool, workers: int, port: int
 ) -> None:
     """Start the workers with the same command, and end as they end."""
-    from samestep import agent
-
     arguments = ["-m", "samestep", "train", recipe, *(["--resume"] if resume else [])]
     arguments += [word for name, value in options.items() if value is not None for word in (name, str(value))]
     arguments += [word for change in changes for word in ("--set", change)]

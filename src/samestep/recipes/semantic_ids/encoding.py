@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from samestep import codebooks
 from samestep.errors import SpecError
+from samestep.recipes.folder import RunFolder
 from samestep.recipes.semantic_ids import ids, outputs
 from samestep.recipes.semantic_ids.data import Items, read_embeddings
 from samestep.recipes.semantic_ids.model import RQVAE
@@ -48,7 +49,7 @@ def encode_file(run: Path, embeddings: str | Sequence[str], out: Path) -> Encode
     """
     if out.suffix not in (".parquet", ".npy"):
         raise SpecError(f"--out {out}: expected a name ending in .parquet or .npy.", name="out")
-    if not (run / "manifest.json").exists():
+    if not RunFolder(run).is_complete:
         raise SpecError(
             f"{run}: expected a finished run, got no manifest.json there. "
             "Finish it with `samestep train --resume`.",
