@@ -11,7 +11,7 @@ import time
 import pytest
 
 from samestep import agent
-from samestep.errors import GroupError
+from samestep.errors import SpecError
 
 START = """
 import sys
@@ -65,7 +65,7 @@ def test_a_taken_port_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(GroupError, match=str(port)):
+        with pytest.raises(SpecError, match=str(port)):
             agent.check_port(port)
     agent.check_port(0)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -160,6 +161,31 @@ def test_a_mistake_that_one_worker_finds_is_said_once(bad_files, tmp_path):
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("samestep:") == 1, done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_is_named_and_nothing_is_written(embeddings, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = tmp_path / "run"
+        arguments = [
+            "train",
+            "semantic-ids",
+            "--set",
+            f"data={embeddings}",
+            "--workers",
+            2,
+            "--port",
+            port,
+            "--out",
+            run,
+        ]
+        done = in_process(*arguments)
+    assert done.exit_code == 2, done.output
+    assert str(port) in done.stderr
+    assert done.stderr.count("samestep:") == 1
+    assert not run.exists()
 
 
 def test_folders_workers_and_recipes(embeddings, tmp_path):

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from samestep.errors import GroupError, WorkerError
+from samestep.errors import SpecError, WorkerError
 
 __all__ = ["check_port", "is_worker", "run_command"]
 
@@ -45,7 +45,7 @@ def run_command(arguments: Sequence[str], n_workers: int, *, port: int = 0, max_
 
     Raises:
         WorkerError: when a worker was killed or failed in another way; `rank` says which one.
-        GroupError: when the rendezvous port is taken.
+        SpecError: when the rendezvous port is taken.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -53,12 +53,12 @@ def run_command(arguments: Sequence[str], n_workers: int, *, port: int = 0, max_
 
     from samestep.launch import use_loopback
 
+    check_port(port)
     # The agent's own log repeats, at length, what is said below in one line.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
     use_loopback()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    check_port(port)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -90,7 +90,7 @@ def check_port(port: int) -> None:
         port: on the loopback device; 0 stands for any free one.
 
     Raises:
-        GroupError: when the port cannot be used.
+        SpecError: when the port cannot be used.
     """
     import socket
 
@@ -101,7 +101,7 @@ def check_port(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise GroupError(
+            raise SpecError(
                 f"`port`: {port} on 127.0.0.1 cannot be used ({error.strerror}). "
                 "Choose another one, or 0 for any free one.",
                 name="port",
