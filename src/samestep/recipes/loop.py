@@ -3,13 +3,14 @@
 ::
 
     restore ─> for each step: loader ─> TrainStep ─> metrics.jsonl, bar
+                                ├─ every measure_every: what the recipe measures, into the same row
                                 └─ every checkpoint_every: save
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,8 @@ class Loop:
         things: further things with a state, by name, for the checkpoints.
         shown: name of the further sum whose mean tells people how training goes; the loss if empty.
         stop_after: steps after which the run stops, short of its end; None for the end.
+        measure: collective; returns further figures by name, the same on all workers.
+        measure_every: steps between calls of `measure`; 0 for none.
     """
 
     spec: RunSpec
@@ -57,6 +60,8 @@ class Loop:
     things: Mapping[str, Any]
     shown: str = ""
     stop_after: int | None = None
+    measure: Callable[[], Mapping[str, float]] = dict
+    measure_every: int = 0
 
     def restore(self) -> bool:
         """Go to the last checkpoint; return whether there was one.
@@ -90,11 +95,12 @@ class Loop:
             while self.step.step < stop:
                 result = self.step.train_step(self._lazily(shards), loss_fn)
                 samples += self.spec.global_batch_size
-                if result.step % log_every == 0 or result.step == total:
-                    now = time.perf_counter()
-                    self._log(result, samples / (now - since))
-                    since, samples = now, 0.0
-                if result.step == stop or self._is_due(result.step):
+                measured = _is_due(result.step, self.measure_every)
+                if measured or result.step % log_every == 0 or result.step == total:
+                    rate = samples / (time.perf_counter() - since)
+                    self._log(result, rate, self.measure() if measured else {})
+                    since, samples = time.perf_counter(), 0.0
+                if result.step == stop or _is_due(result.step, self.spec.checkpoint_every):
                     self.save()
         if stop < total:
             self.display.say(f"stopped after {self.step.step} of {total} steps; go on with --resume")
@@ -108,11 +114,7 @@ class Loop:
         if self.checkpointer is not None:
             self.checkpointer.save(self.step.step, **self._all_things())
 
-    def _is_due(self, step: int) -> bool:
-        every = self.spec.checkpoint_every
-        return every > 0 and step % every == 0
-
-    def _log(self, result: StepResult, rate: float) -> None:
+    def _log(self, result: StepResult, rate: float, measured: Mapping[str, float]) -> None:
         row: dict[str, Any] = {
             "step": result.step,
             "loss": result.loss,
@@ -120,11 +122,12 @@ class Loop:
             "grad_norm": result.grad_norm,
             "samples_per_second": round(rate, 1),
             **{name: result.mean(name) for name in sorted(result.sums)},
+            **measured,
         }
         if self.group.is_main:
             self.folder.append("metrics.jsonl", row)
-        name = self.shown or "loss"
-        self.display.advance(result.step, f"{name.replace('_', ' ')} {row[name]:.4f}  {rate:,.0f} samples/s")
+        shown = [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in (self.shown or "loss", *measured)]
+        self.display.advance(result.step, "  ".join([*shown, f"{rate:,.0f} samples/s"]))
 
     def _lazily(self, shards: Iterator[list[Any]]) -> Iterator[Any]:
         """Read the next step's shards only inside `train_step`, where a failure to read becomes known to all."""
@@ -134,3 +137,7 @@ class Loop:
 
     def _all_things(self) -> dict[str, Any]:
         return {"step": self.step, "loader": self.loader, **self.things}
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -174,6 +174,7 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
         checkpointer,
         things,
         "reconstruction_error",
+        job.stop_after,
     )
     if resume:
         loop.restore()
