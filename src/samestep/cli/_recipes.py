@@ -12,6 +12,7 @@ from samestep.errors import SpecError
 __all__ = ["RECIPES", "job_of", "load_settings", "schedule_of"]
 
 RECIPES = {
+    "image-classification": "samestep.recipes.image_classification",
     "semantic-ids": "samestep.recipes.semantic_ids",
 }
 
