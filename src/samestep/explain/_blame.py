@@ -94,7 +94,7 @@ def _coupled(reference: Figures, workers: list[Figures], bad: list[str]) -> Find
     leaves = [key for key in reference["outputs"] if _is_leaf(module_of(key), reference)]
     if "" in found:
         ranks, size, _ = found[""]
-        name = module_of(leaves[-1]) if leaves else "model"
+        name = (module_of(leaves[-1]) if leaves else "") or "model"
         sentence = (
             f"Backward parts at the last layer, `{name}`, {on_ranks(ranks, len(workers))}, where forward is equal: "
             "the gradient that comes into the model is not a multiple of the reference's. The loss couples samples "
@@ -216,7 +216,7 @@ def _loss(
     elif _alike(known) and abs(known[0] / right / world_size - 1) < _ALIKE:
         cause, why = "loss times world size", "the loss is multiplied by the world size once too often"
     last = [key for key in reference["outputs"] if _is_leaf(module_of(key), reference)]
-    name = module_of(last[-1]) if last else bad[0]
+    name = (module_of(last[-1]) or "model") if last else bad[0]
     sentence = f"Backward parts at the last layer, `{name}`, where forward is equal: {said}: {why}."
     return Finding("backward", name, ranks, cause, sentence, size)
 
