@@ -9,12 +9,15 @@ from typing import Any
 
 from samestep.errors import SpecError
 
-__all__ = ["RECIPES", "job_of", "load_settings", "schedule_of"]
+__all__ = ["RECIPES", "job_of", "load_settings", "lr_key_of", "outline_of"]
 
 RECIPES = {
     "image-classification": "samestep.recipes.image_classification",
     "semantic-ids": "samestep.recipes.semantic_ids",
 }
+
+
+_MAY_CHANGE = ("checkpoint_every", "audit_every", "on_disk_error")  # on resume: none of them changes a number
 
 
 def load_settings(
@@ -34,7 +37,7 @@ def load_settings(
         return old
     new = load(kind, config, changes) if config is not None else load(kind, saved, changes)
     for key in kind.model_fields:
-        if getattr(new, key) != getattr(old, key) and key not in ("checkpoint_every", "audit_every"):
+        if getattr(new, key) != getattr(old, key) and key not in _MAY_CHANGE:
             raise SpecError(
                 f"{saved}: `{key}`: this run began with {getattr(old, key)!r}, got {getattr(new, key)!r}. "
                 "Resume with the same settings, or start another run.",
@@ -49,7 +52,13 @@ def job_of(recipe: str) -> Callable[..., None]:
     return run
 
 
-def schedule_of(recipe: str) -> Callable[[Any], Any]:
-    """Return the function that makes a recipe's schedule from its settings."""
-    make: Callable[[Any], Any] = importlib.import_module(f"{RECIPES[recipe]}.schedule").schedule_of
+def lr_key_of(recipe: str) -> str:
+    """Return the name of the setting that holds a recipe's learning rate."""
+    key: str = importlib.import_module(f"{RECIPES[recipe]}.spec").Spec.lr_key
+    return key
+
+
+def outline_of(recipe: str) -> Callable[[Any, Any], Any]:
+    """Return the function that says what rates a recipe's settings come to."""
+    make: Callable[[Any, Any], Any] = importlib.import_module(f"{RECIPES[recipe]}.schedule").outline
     return make

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samestep.cli._recipes import RECIPES, load_settings, schedule_of
+from samestep.cli._recipes import RECIPES, load_settings, lr_key_of, outline_of
 from samestep.cli._speak import spoken
 from samestep.cli._table import Plan, as_json, as_text, policy_text
 from samestep.errors import SpecError
@@ -150,6 +150,7 @@ def _policy(name: str) -> Policy:
 def _of_expression(text: str, steps: int | None, lrs: list[float], policy: Policy | None) -> Plan:
     from samestep import schedules
     from samestep.momentum import free
+    from samestep.recipes.outline import stand_in
 
     try:
         parsed = schedules.parse(text)
@@ -167,27 +168,13 @@ def _of_expression(text: str, steps: int | None, lrs: list[float], policy: Polic
         ("base lr", ", ".join(f"{lr:g}" for lr in lrs)),
         ("momentum", policy_text(policy)),
     )
-    return Plan(text, "expression", _stand_in(parsed, names, lrs, policy), n_steps, True, facts)
+    return Plan(text, "expression", stand_in(parsed, names, lrs, policy), n_steps, True, facts)
 
 
 def _natural_length(parsed: Schedule) -> int:
     """Return an eighth more than what ends at the last boundary, so that what follows it shows."""
     last = max(parsed.boundaries(), default=0)
     return last + max(2, last // 8) if last else 100
-
-
-def _stand_in(parsed: Schedule, names: Sequence[str], lrs: Sequence[float], policy: Policy) -> Any:
-    """Return a scheduler of an optimizer with one small parameter per group, in velocity form."""
-    import torch
-
-    from samestep.momentum import VelocitySGD
-    from samestep.scheduler import LRScheduler
-
-    groups = [
-        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "name": name}
-        for name, lr in zip(names, lrs, strict=True)
-    ]
-    return LRScheduler(VelocitySGD(groups, lr=1.0, momentum=0.9), parsed, momentum=policy)
 
 
 def _of_caffe2(path: Path, steps: int | None, lrs: list[float], policy: Policy | None, family: Any) -> Plan:
@@ -240,8 +227,6 @@ def _of_recipe(
     policy: Policy | None,
     settings: list[str],
 ) -> Plan:
-    from samestep.momentum import free
-
     name = content.get("recipe")
     if name not in RECIPES:
         raise SpecError(
@@ -249,20 +234,22 @@ def _of_recipe(
             f"{', '.join(RECIPES)}, got {f'recipe: {name}' if name else 'neither'}.",
             name="recipe",
         )
-    spec: Any = load_settings(name, path, [*settings, *(f"lr={lr!r}" for lr in lrs)], None, False)
-    if spec.kind != "rqvae":
-        raise SpecError(
-            f"{path}: `kind`: expected rqvae, got {spec.kind}: it has no learning rate.", name="kind"
-        )
-    parsed: Schedule = schedule_of(name)(spec)
-    n_steps = steps or max(1, spec.steps)
-    # These optimizers keep no LR in their history, so nothing is rescaled, unless one asks what would be.
-    momentum = "no LR in the history: nothing to rescale" if policy is None else policy_text(policy)
+    key = lr_key_of(name)
+    spec: Any = load_settings(name, path, [*settings, *(f"{key}={lr!r}" for lr in lrs)], None, False)
+    try:
+        outline = outline_of(name)(spec, policy)
+    except SpecError as error:
+        raise SpecError(f"{path}: {error.message}", name=error.name) from None
+    # Most optimizers keep no LR in their history, so nothing is rescaled, unless one asks what would be.
+    momentum = "no LR in the history: nothing to rescale"
+    if outline.policy is not None:
+        momentum = policy_text(outline.policy)
     facts = (
-        ("recipe", f"{name}, {spec.steps:,} updates of {spec.global_batch_size:,} samples"),
-        ("schedule", parsed.describe()),
-        ("base lr", f"{spec.lr:g}"),
-        ("optimizer", f"{spec.optimizer}, weight decay {spec.weight_decay:g}; {momentum}"),
+        ("recipe", f"{name}, {outline.steps:,} updates of {spec.global_batch_size:,} samples"),
+        ("schedule", outline.scheduler.schedule.describe()),
+        ("base lr", f"{outline.base_lr:g}"),
+        ("optimizer", f"{outline.optimizer}; {momentum}"),
     )
-    scheduler = _stand_in(parsed, ["lr"], [spec.lr], policy or free())
-    return Plan(str(path), name, scheduler, n_steps, policy is not None, facts, spec.global_batch_size)
+    n_steps = steps or max(1, outline.steps)
+    has_momentum = outline.policy is not None
+    return Plan(str(path), name, outline.scheduler, n_steps, has_momentum, facts, spec.global_batch_size)

@@ -29,6 +29,9 @@ class RunSpec(BaseModel):
     paths: ClassVar[frozenset[str]] = frozenset()
     """Keys that name files; in a settings file they are relative to its folder."""
 
+    lr_key: ClassVar[str] = "lr"
+    """Key of the learning rate that `samestep schedule --lr` sets."""
+
     mode: Literal["fast", "exact"] = Field(
         "fast", description="fast: as torch's DDP adds; exact: same bits for any N"
     )
@@ -39,6 +42,9 @@ class RunSpec(BaseModel):
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0 for none but the last")
     audit_every: int = Field(
         100, ge=0, description="steps between audits of the replicas; 0 for one at the end"
+    )
+    on_disk_error: Literal["raise", "continue"] = Field(
+        "raise", description="continue: train on without the checkpoints that the disk does not take"
     )
 
     @model_validator(mode="after")

@@ -26,6 +26,7 @@ from samestep.recipes.loop import Loop
 from samestep.reduce import pool
 from samestep.sharding import Shard, ShardLoader
 from samestep.step import TrainStep
+from samestep.survive import Guard
 
 __all__ = ["run"]
 
@@ -39,6 +40,7 @@ class _Job:
     data: Data
     plan: Plan
     stop_after: int | None
+    guard: Guard
 
     def evaluate(self, model: nn.Module) -> Figures:
         return evaluate(model, self.data.test, len(self.data.classes), self.group)
@@ -50,6 +52,7 @@ def run(
     group: Group,
     resume: bool,
     stop_after: int | None = None,
+    guard: Guard | None = None,
 ) -> None:
     """Run the recipe on the workers of `group`.
 
@@ -59,18 +62,22 @@ def run(
         group: the workers.
         resume: go on from the folder's last checkpoint.
         stop_after: stop training after so many steps, with a checkpoint and no results; None for the end.
+        guard: asked throughout whether to stop; None for one that no signal reaches.
 
     Raises:
+        Stopped: on all workers, when asked to stop before the first step.
         SpecError: on all workers, when the data or the settings do not do.
 
     Collective: all ranks of `group`.
     """
     display = Display(group.is_main)
     found, plan = _prepare(spec, group)
-    job = _Job(spec, folder, group, display, found, plan, stop_after)
-    mean, std = data.pixel_statistics(found.train, (group.rank, group.world_size), pool(group))
+    guard = guard or Guard(group)
+    job = _Job(spec, folder, group, display, found, plan, stop_after, guard)
+    share = (group.rank, group.world_size)
+    mean, std = data.pixel_statistics(found.train, share, guard.pool(pool(group)))
     torch.manual_seed(spec.seed)
-    model = _model(job).to(group.device)
+    model = models.of_spec(spec, found.train.images.shape, len(found.classes)).to(group.device)
     model.set_pixels(mean, std)
     optimizer, scheduler = build(plan, model, group)
     folder.open(spec, group, display)
@@ -101,13 +108,6 @@ def _prepare(spec: ImageClassificationSpec, group: Group) -> tuple[Data, Plan]:
     assert found is not None
     assert plan is not None
     return found, plan
-
-
-def _model(job: _Job) -> models.Classifier:
-    spec, shape, n_classes = job.spec, job.data.train.images.shape, len(job.data.classes)
-    if spec.model == "mlp":
-        return models.mlp(shape, n_classes, spec.hidden)
-    return models.resnet(shape, n_classes, spec.width, spec.blocks, spec.norm)
 
 
 def _headline(job: _Job) -> str:
@@ -143,8 +143,9 @@ def _loop(job: _Job, model: models.Classifier, optimizer: torch.optim.Optimizer,
 
     return Loop(
         spec.model_copy(update={"steps": job.plan.steps}), group, job.folder, job.display, step, loader, audit,
-        Checkpointer(job.folder.checkpoints, group=group), things, "accuracy",
-        stop_after=job.stop_after, measure=measure, measure_every=job.plan.steps_of(spec.evaluate_every),
+        Checkpointer(job.folder.checkpoints, group=group, on_error=spec.on_disk_error), things, "accuracy",
+        stop_after=job.stop_after, guard=job.guard, measure=measure,
+        measure_every=job.plan.steps_of(spec.evaluate_every),
     )  # fmt: skip
 
 

@@ -17,7 +17,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Classifier", "loss_sums", "mlp", "resnet"]
+from samestep.recipes.image_classification.spec import ImageClassificationSpec
+
+__all__ = ["Classifier", "loss_sums", "mlp", "of_spec", "resnet"]
 
 Norm = Callable[[int], nn.Module]
 
@@ -121,6 +123,19 @@ def resnet(
             n_in = n_out
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return Classifier(nn.Sequential(*layers), n_in, n_classes, shape[0])
+
+
+def of_spec(spec: ImageClassificationSpec, shape: tuple[int, int, int], n_classes: int) -> Classifier:
+    """Return the network that the settings ask for; its values come from torch's generator.
+
+    Args:
+        spec: settings.
+        shape: channels, height, width of the images.
+        n_classes: columns of the output.
+    """
+    if spec.model == "mlp":
+        return mlp(shape, n_classes, spec.hidden)
+    return resnet(shape, n_classes, spec.width, spec.blocks, spec.norm)
 
 
 def loss_sums(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -22,11 +22,13 @@ from samestep.caffe2 import read_recipe
 from samestep.errors import SpecError
 from samestep.group import Group
 from samestep.momentum import Policy, VelocitySGD
+from samestep.recipes.image_classification import data, models
 from samestep.recipes.image_classification.spec import ImageClassificationSpec
+from samestep.recipes.outline import Outline
 from samestep.scheduler import LRScheduler
 from samestep.schedules import Schedule
 
-__all__ = ["Plan", "build", "plan_of"]
+__all__ = ["Plan", "build", "outline", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,31 @@ def build(
     kind = VelocitySGD if plan.form == "velocity" else torch.optim.SGD
     optimizer = kind(groups, lr=plan.peak_lr, momentum=plan.momentum, nesterov=plan.nesterov)
     return optimizer, LRScheduler(optimizer, plan.schedule, momentum=plan.policy, group=group)
+
+
+def outline(spec: ImageClassificationSpec, policy: Policy | None) -> Outline:
+    """Return what `samestep schedule` shows of the settings; the data are opened to be counted.
+
+    Args:
+        spec: settings.
+        policy: in place of the settings' own.
+
+    Raises:
+        SpecError: as `plan_of`, or the data cannot be opened.
+    """
+    found = data.read(spec)
+    plan = plan_of(spec, len(found.train))
+    if policy is not None:
+        plan = replace(plan, policy=policy)
+    _, scheduler = build(plan, models.of_spec(spec, found.train.images.shape, len(found.classes)))
+    kind = "VelocitySGD" if plan.form == "velocity" else "SGD"
+    nesterov = ", Nesterov" if plan.nesterov else ""
+    decays = [plan.groups[f"{what}weight_decay"] for what in ("", "bias_", "norm_")]
+    text = "{}, momentum {:g}{}, weight decay {:g} (biases {:g}, norms {:g})"
+    shown = plan.policy if plan.form == "velocity" or policy is not None else None
+    return Outline(
+        scheduler, plan.steps, plan.peak_lr, text.format(kind, plan.momentum, nesterov, *decays), shown
+    )
 
 
 def _steps(epochs: float, per_epoch: int) -> int:

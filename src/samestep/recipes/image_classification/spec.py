@@ -37,6 +37,7 @@ class ImageClassificationSpec(RunSpec):
 
     recipe: ClassVar[str] = "image-classification"
     paths: ClassVar[frozenset[str]] = frozenset({"data", "labels", "test_data", "test_labels", "solver"})
+    lr_key: ClassVar[str] = "reference_lr"
 
     data: str | None = Field(
         None,
