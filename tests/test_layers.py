@@ -37,6 +37,7 @@ LAYERS = [
         "tally",
         "carrier",
         "gradients",
+        "survive",
     ],
     # over time
     ["lossfn", "watch", "buffers", "forward", "start", "step", "scheduler", "checkpoint"],

@@ -48,7 +48,7 @@ __all__ = ["Guard", "Stopped"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _HUNG_EXIT, _TWICE_EXIT = 3, 130
-_WAIT_FOR_OWN_SIGNAL = 10.0
+_WAIT_FOR_OWN_SIGNAL = 10.0  # seconds
 
 
 class Stopped(SamestepError):  # noqa: N818  it is no error
@@ -98,6 +98,11 @@ class Guard:
         self._stacks: TextIO | None = None
         self._restore: list[Callable[[], Any]] = []
         self._wake = threading.Event()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether all workers have agreed to stop."""
+        return self._stop
 
     @property
     def was_asked(self) -> bool:
@@ -199,7 +204,7 @@ class Guard:
         if threading.current_thread() is not threading.main_thread():
             return self
         reader, writer = os.pipe()
-        os.set_blocking(writer, False)
+        os.set_blocking(writer, False)  # the wake-up of signals asks for it
         self._restore = [lambda: os.close(reader), lambda: os.close(writer)]
         for number in _SIGNALS:
             before = signal.signal(number, _do_nothing)

@@ -10,12 +10,10 @@ from contextlib import contextmanager
 
 import typer
 
+from samestep.agent import AGENT_VARIABLE
 from samestep.errors import SamestepError, WorkerError
 
-__all__ = ["UNDER_AGENT", "spoken"]
-
-UNDER_AGENT = "SAMESTEP_UNDER_AGENT"
-"""Set in workers that our own agent started: it says which of them failed."""
+__all__ = ["spoken"]
 
 
 @contextmanager
@@ -43,10 +41,10 @@ def spoken() -> Iterator[None]:
 
 
 def _has_the_word(error: SamestepError) -> bool:
-    """Return whether this worker is the one to say it."""
+    """Return whether this worker is the one to say it; our own agent says which of its workers failed."""
     if error.common:
         return _rank() == 0
-    return not (isinstance(error, WorkerError) and UNDER_AGENT in os.environ)
+    return not (isinstance(error, WorkerError) and AGENT_VARIABLE in os.environ)
 
 
 def _place(error: SamestepError) -> str:

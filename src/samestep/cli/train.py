@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +12,27 @@ import typer
 
 from samestep import agent
 from samestep.cli._recipes import RECIPES, job_of, load_settings
-from samestep.cli._speak import UNDER_AGENT, spoken
+from samestep.cli._speak import spoken
 from samestep.errors import SpecError
 
 __all__ = ["train"]
+
+# A wrong setting and replicas that differ are the same after a restart.
+_FINAL_CODES = (1, 2)
+
+
+@dataclass
+class _Way:
+    """How to run a recipe, beside its settings."""
+
+    recipe: str
+    out: Path | None
+    resume: bool
+    stop_after: int | None
+    threads: int
+    device: str
+    grace_seconds: float
+    timeout_seconds: float
 
 
 def train(
@@ -29,9 +47,18 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")
     ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Start the workers again so often when one fails; they resume.")
+    ] = 0,
     stop_after: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many steps, with a checkpoint; --resume goes on.")
     ] = None,
+    grace_seconds: Annotated[
+        float, typer.Option(min=0.1, help="After SIGTERM or Ctrl-C: time to save and end.")
+    ] = 30.0,
+    timeout_seconds: Annotated[
+        float, typer.Option(min=0.1, help="A worker without a step for so long is held to hang.")
+    ] = 600.0,
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of each worker; part of what fixes the bits.")
     ] = 1,
@@ -44,11 +71,8 @@ def train(
 
     Example: torchrun --nproc-per-node 4 -m samestep train semantic-ids --config my.yaml --out runs/mine
     """
+    agent.die_with_agent()
     with spoken():
-        changes = list(settings or [])
-        if shards is not None:
-            changes.append(f"shards={shards}")
-        spec = load_settings(recipe, config, changes, out, resume)
         from samestep.recipes.folder import RunFolder, default_path
 
         started = agent.is_worker()
@@ -56,7 +80,15 @@ def train(
             raise SpecError(
                 "--workers: expected none under torchrun, which has started the workers. Leave it out."
             )
+        changes = [*(settings or []), *([] if shards is None else [f"shards={shards}"])]
+        resume = resume or (started and out is not None and RunFolder(out).is_ours)
+        spec = load_settings(recipe, config, changes, out, resume)
         folder = out or (None if started else default_path(recipe))
+        if folder is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+            raise SpecError(
+                "--out: expected a folder under torchrun --max-restarts, for a restart must find it. Name one.",
+                name="out",
+            )
         if folder is not None and not started:
             RunFolder(folder).check_free(resume)
         if workers > spec.shards:
@@ -65,50 +97,83 @@ def train(
                 "Use fewer workers or more shards.",
                 name="workers",
             )
-        if started or workers == 1:
-            _work(recipe, spec, folder, resume, device, threads, stop_after)
-            return
-        options = {"--out": folder, "--threads": threads, "--device": device, "--config": config}
-        _start(recipe, options | {"--stop-after": stop_after}, changes, resume, workers, port)
+        way = _Way(recipe, folder, resume, stop_after, threads, device, grace_seconds, timeout_seconds)
+        if started or (workers == 1 and max_restarts == 0):
+            _work(spec, way)
+        else:
+            _start(way, config, changes, workers, port, max_restarts)
 
 
 def _start(
-    recipe: str, options: dict[str, Any], changes: list[str], resume: bool, workers: int, port: int
+    way: _Way, config: Path | None, changes: list[str], workers: int, port: int, max_restarts: int
 ) -> None:
     """Start the workers with the same command, and end as they end."""
-    arguments = ["-m", "samestep", "train", recipe, *(["--resume"] if resume else [])]
+    options = {
+        "--out": way.out,
+        "--threads": way.threads,
+        "--device": way.device,
+        "--config": config,
+        "--stop-after": way.stop_after,
+        "--grace-seconds": way.grace_seconds,
+        "--timeout-seconds": way.timeout_seconds,
+    }
+    arguments = ["-m", "samestep", "train", way.recipe, *(["--resume"] if way.resume else [])]
     arguments += [word for name, value in options.items() if value is not None for word in (name, str(value))]
     arguments += [word for change in changes for word in ("--set", change)]
-    os.environ[UNDER_AGENT] = "1"  # the workers inherit it
-    try:
-        code = agent.run_command(arguments, workers, port=port)
-    finally:
-        del os.environ[UNDER_AGENT]
+    code = agent.run_command(
+        arguments,
+        workers,
+        port=port,
+        max_restarts=max_restarts,
+        grace_seconds=way.grace_seconds,
+        final_codes=_FINAL_CODES,
+        tell=lambda text: print(f"samestep: {text}", file=sys.stderr, flush=True),
+    )
+    if code == 143:  # by SIGTERM, before any worker had begun
+        print("samestep: stopped before the first step; nothing is lost.", file=sys.stderr)
+        return
     if code >= 128:
         raise KeyboardInterrupt
     if code:
         raise typer.Exit(code)
 
 
-def _work(
-    recipe: str, spec: Any, out: Path | None, resume: bool, device: str, threads: int, stop_after: int | None
-) -> None:
+def _work(spec: Any, way: _Way) -> None:
     """Run the recipe as one of the workers."""
     from samestep.group import Group
     from samestep.recipes.folder import RunFolder, default_path
     from samestep.reduce import broadcast_object
+    from samestep.survive import Guard, Stopped
 
-    job = job_of(recipe)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # A worker that waits for another one inside a collective does not see a KeyboardInterrupt.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with Group.from_env(device, threads=threads) as group:
-        path = broadcast_object(out or default_path(recipe), group)
-        folder, problem = RunFolder(path), ""
-        if group.is_main:
+    job = job_of(way.recipe)
+    # A worker that hangs gives itself up first, with its stack, and not in a collective of the others.
+    patience = way.timeout_seconds + 5.0
+    with Group.from_env(way.device, threads=way.threads, timeout_seconds=patience) as group:
+        times = {"grace_seconds": 0.9 * way.grace_seconds, "timeout_seconds": way.timeout_seconds}
+        with Guard(group, **times) as guard:
+            path, resume = broadcast_object((way.out or default_path(way.recipe), way.resume), group)
+            folder, problem = RunFolder(path), ""
+            if group.is_main:
+                try:
+                    folder.check_free(resume)
+                except SpecError as error:
+                    problem = str(error)
+            group.agree(not problem, problem, SpecError)
             try:
-                folder.check_free(resume)
-            except SpecError as error:
-                problem = str(error)
-        group.agree(not problem, problem, SpecError)
-        job(spec, folder, group, resume, stop_after)
+                job(spec, folder, group, resume, way.stop_after, guard)
+            except Stopped as stopped:
+                if group.is_main:
+                    print(f"samestep: {stopped}", file=sys.stderr)
+            _leave(guard)
+
+
+def _leave(guard: Any) -> None:
+    """End well, unless this node is to go on without the one whose workers were asked to stop."""
+    restarts_left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    )
+    alone = int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1
+    if alone or not guard.stopping or guard.wait_for_own_signal() or restarts_left <= 0:
+        return
+    print("samestep: another node was told to stop; this one is started again without it.", file=sys.stderr)
+    raise typer.Exit(3)

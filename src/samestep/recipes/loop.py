@@ -4,7 +4,8 @@
 
     restore ─> for each step: loader ─> TrainStep ─> metrics.jsonl, bar
                                 ├─ every measure_every: what the recipe measures, into the same row
-                                └─ every checkpoint_every: save
+                                ├─ every checkpoint_every: save
+                                └─ a worker was asked to stop: all save and stop
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from samestep.audit import Audit
 from samestep.checkpoint import Checkpointer
+from samestep.errors import CheckpointError
 from samestep.group import Group
 from samestep.lossfn import LossFn
 from samestep.recipes.display import Display
@@ -23,6 +25,7 @@ from samestep.recipes.folder import RunFolder
 from samestep.recipes.spec import RunSpec
 from samestep.sharding import ShardLoader
 from samestep.step import StepResult, TrainStep
+from samestep.survive import Guard
 
 __all__ = ["Loop"]
 
@@ -47,6 +50,7 @@ class Loop:
         stop_after: steps after which the run stops, short of its end; None for the end.
         measure: collective; returns further figures by name, the same on all workers.
         measure_every: steps between calls of `measure`; 0 for none.
+        guard: told at each step whether to stop; None for one that no signal reaches.
     """
 
     spec: RunSpec
@@ -62,18 +66,18 @@ class Loop:
     stop_after: int | None = None
     measure: Callable[[], Mapping[str, float]] = dict
     measure_every: int = 0
+    guard: Guard | None = None
 
     def restore(self) -> bool:
         """Go to the last checkpoint; return whether there was one.
 
         Collective: all workers.
         """
-        if self.checkpointer is None or self.checkpointer.restore(**self._all_things()) is None:
-            return False
+        found = self.checkpointer is not None and self.checkpointer.restore(**self._all_things()) is not None
         if self.group.is_main:
             for name in ("metrics.jsonl", "audit.jsonl"):
-                self.folder.forget_after(name, self.step.step)
-        return True
+                self.folder.forget_after(name, self.step.step if found else -1)
+        return found
 
     def run(self, loss_fn: LossFn) -> bool:
         """Take the steps that are left.
@@ -88,11 +92,13 @@ class Loop:
         """
         total = self.spec.steps
         stop = total if self.stop_after is None else min(total, self.stop_after)
+        guard, asked = self.guard or Guard(self.group), False
         with self.display.stage("training", total, self.step.step):
             shards = self.loader.steps()
             log_every = max(1, total // _LOGGED_LINES)
             since, samples = time.perf_counter(), 0.0
-            while self.step.step < stop:
+            while self.step.step < stop and not asked:
+                guard.ask()
                 result = self.step.train_step(self._lazily(shards), loss_fn)
                 samples += self.spec.global_batch_size
                 measured = _is_due(result.step, self.measure_every)
@@ -100,19 +106,29 @@ class Loop:
                     rate = samples / (time.perf_counter() - since)
                     self._log(result, rate, self.measure() if measured else {})
                     since, samples = time.perf_counter(), 0.0
-                if result.step == stop or _is_due(result.step, self.spec.checkpoint_every):
+                asked = guard.answer()
+                if asked or result.step == stop or _is_due(result.step, self.spec.checkpoint_every):
                     self.save()
-        if stop < total:
+        if asked or stop < total:
             self.display.say(f"stopped after {self.step.step} of {total} steps; go on with --resume")
-        return stop == total
+        return stop == total and not asked
 
     def save(self) -> None:
         """Write a checkpoint of now.
+
+        Raises:
+            CheckpointError: on all workers, when the disk does not take it, or what was logged before; unless the
+                setting `on_disk_error` is "continue".
 
         Collective: all workers.
         """
         if self.checkpointer is not None:
             self.checkpointer.save(self.step.step, **self._all_things())
+        problem = self.folder.flush() if self.group.is_main else ""
+        if self.spec.on_disk_error == "raise":
+            self.group.agree(not problem, problem, CheckpointError)
+        elif problem:
+            self.display.say(problem)
 
     def _log(self, result: StepResult, rate: float, measured: Mapping[str, float]) -> None:
         row: dict[str, Any] = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -153,11 +155,22 @@ class ShardLoader(Steps):
             sampler=self._plan.endless(self._epoch, self._position),
             collate_fn=_as_it_is,
             num_workers=self._num_workers,
+            worker_init_fn=_apart,
             prefetch_factor=self._prefetch_factor,
             pin_memory=self._pin_memory,
             generator=torch.Generator(),  # without one, opening would draw from the caller's generator
         )
         return iter(loader)
+
+
+def _apart(number: int) -> None:
+    """Take a loader process out of its worker's process group, and off what tells the worker of signals.
+
+    So a signal to the group, as torchrun and a terminal send it, stops the worker in order: it still gets the
+    batches of the step that it is in, and ends its loader processes by itself.
+    """
+    signal.set_wakeup_fd(-1)
+    os.setpgid(0, 0)
 
 
 def _length(dataset: Any) -> int:

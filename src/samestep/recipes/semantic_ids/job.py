@@ -35,6 +35,7 @@ from samestep.reduce import pool
 from samestep.scheduler import LRScheduler
 from samestep.sharding import Shard, ShardLoader
 from samestep.step import TrainStep
+from samestep.survive import Guard, Stopped
 
 __all__ = ["run"]
 
@@ -51,10 +52,16 @@ class _Job:
     part: Items
     pool: Pool
     stop_after: int | None
+    guard: Guard
 
 
 def run(
-    spec: SemanticIdsSpec, folder: RunFolder, group: Group, resume: bool, stop_after: int | None = None
+    spec: SemanticIdsSpec,
+    folder: RunFolder,
+    group: Group,
+    resume: bool,
+    stop_after: int | None = None,
+    guard: Guard | None = None,
 ) -> None:
     """Run the recipe on the workers of `group`.
 
@@ -64,8 +71,10 @@ def run(
         group: the workers.
         resume: go on from the folder's last checkpoint.
         stop_after: stop training after so many steps, with a checkpoint and no results; None for the end.
+        guard: asked throughout whether to stop; None for one that no signal reaches.
 
     Raises:
+        Stopped: on all workers, when asked to stop before the first step; what is initialized is saved.
         SpecError: on all workers, when the input or the settings do not do.
 
     Collective: all ranks of `group`.
@@ -73,7 +82,8 @@ def run(
     display = Display(group.is_main)
     items = _read(spec, group)
     part = items.part(group.rank, group.world_size)
-    job = _Job(spec, folder, group, display, items, part, pool(group), stop_after)
+    guard = guard or Guard(group)
+    job = _Job(spec, folder, group, display, items, part, guard.pool(pool(group)), stop_after, guard)
     _check(job)
     folder.open(spec, group, display)
     display.say(
@@ -161,7 +171,7 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
         model, optimizer, group=group, shards=spec.shards, mode=spec.mode, scheduler=scheduler,
         clip_norm=spec.clip_norm, audit=audit, seed=spec.seed,
     )  # fmt: skip
-    checkpointer = Checkpointer(job.folder.checkpoints, group=group)
+    checkpointer = Checkpointer(job.folder.checkpoints, group=group, on_error=spec.on_disk_error)
     things = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     loop = Loop(
         spec,
@@ -175,11 +185,16 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
         things,
         "reconstruction_error",
         job.stop_after,
+        guard=job.guard,
     )
     if resume:
         loop.restore()
     if start.needs_initialization(model.quantizer):
-        _initialize(job, model)
+        try:
+            _initialize(job, model)
+        except Stopped:
+            loop.save()  # with the marks of what is done
+            raise
     finished = loop.run(_loss)
     audit.check(step.step)
     if not finished:
