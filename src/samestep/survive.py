@@ -212,7 +212,7 @@ class Guard:
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._restore.append(lambda: signal.set_wakeup_fd(wakeup))
         if self._timeout is not None:
-            faulthandler.register(signal.SIGALRM, file=sys.__stderr__, all_threads=True, chain=True)
+            faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
             self._restore.append(lambda: faulthandler.unregister(signal.SIGALRM))
             self._restore.append(lambda: signal.setitimer(signal.ITIMER_REAL, 0))
         thread = threading.Thread(target=self._listen, args=(reader,), name="samestep-guard", daemon=True)
@@ -267,7 +267,7 @@ class Guard:
             f"samestep: rank {rank} of {world_size} {what}; its stack: {where}", file=sys.stderr, flush=True
         )
         try:
-            faulthandler.dump_traceback(file=stacks or sys.__stderr__, all_threads=True)
+            faulthandler.dump_traceback(file=2 if stacks is None else stacks, all_threads=True)
         finally:
             os._exit(_HUNG_EXIT)
 
@@ -278,19 +278,12 @@ class _GuardedPool:
     def __init__(self, pool: Pool, guard: Guard) -> None:
         self._pool, self._guard = pool, guard
 
-    @property
-    def is_main(self) -> bool:
-        return self._pool.is_main
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
 
     def __call__(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         self._guard.check()
         return self._pool(tensor, op)
-
-    def offset(self, n_rows: int) -> int:
-        return self._pool.offset(n_rows)
-
-    def agree(self, ok: bool, message: str) -> None:
-        self._pool.agree(ok, message)
 
 
 def _do_nothing(number: int, frame: Any) -> None:

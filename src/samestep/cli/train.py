@@ -19,6 +19,8 @@ __all__ = ["train"]
 
 # A wrong setting and replicas that differ are the same after a restart.
 _FINAL_CODES = (1, 2)
+_GRACE = typer.Option(min=0.1, help="After SIGTERM or Ctrl-C: time to save and end.")
+_TIMEOUT = typer.Option(min=0.1, help="A worker without a step for so long is held to hang.")
 
 
 @dataclass
@@ -53,12 +55,8 @@ def train(
     stop_after: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many steps, with a checkpoint; --resume goes on.")
     ] = None,
-    grace_seconds: Annotated[
-        float, typer.Option(min=0.1, help="After SIGTERM or Ctrl-C: time to save and end.")
-    ] = 30.0,
-    timeout_seconds: Annotated[
-        float, typer.Option(min=0.1, help="A worker without a step for so long is held to hang.")
-    ] = 600.0,
+    grace_seconds: Annotated[float, _GRACE] = 30.0,
+    timeout_seconds: Annotated[float, _TIMEOUT] = 600.0,
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of each worker; part of what fixes the bits.")
     ] = 1,
@@ -76,19 +74,11 @@ def train(
         from samestep.recipes.folder import RunFolder, default_path
 
         started = agent.is_worker()
-        if started and workers != 1:
-            raise SpecError(
-                "--workers: expected none under torchrun, which has started the workers. Leave it out."
-            )
+        _check_start(started, workers, out)
         changes = [*(settings or []), *([] if shards is None else [f"shards={shards}"])]
         resume = resume or (started and out is not None and RunFolder(out).is_ours)
         spec = load_settings(recipe, config, changes, out, resume)
         folder = out or (None if started else default_path(recipe))
-        if folder is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-            raise SpecError(
-                "--out: expected a folder under torchrun --max-restarts, for a restart must find it. Name one.",
-                name="out",
-            )
         if folder is not None and not started:
             RunFolder(folder).check_free(resume)
         if workers > spec.shards:
@@ -102,6 +92,18 @@ def train(
             _work(spec, way)
         else:
             _start(way, config, changes, workers, port, max_restarts)
+
+
+def _check_start(started: bool, workers: int, out: Path | None) -> None:
+    if started and workers != 1:
+        raise SpecError(
+            "--workers: expected none under torchrun, which has started the workers. Leave it out."
+        )
+    if started and out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise SpecError(
+            "--out: expected a folder under torchrun --max-restarts, for a restart must find it. Name one.",
+            name="out",
+        )
 
 
 def _start(

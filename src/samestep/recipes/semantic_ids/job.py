@@ -157,13 +157,9 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
     optimizer = _optimizer(spec, model)
     scheduler = LRScheduler(optimizer, schedule_of(spec), group=group)
     start.broadcast(model, optimizer, group=group)
+    rows = _Rows(job.items.embeddings)
     loader = ShardLoader(
-        _Rows(job.items.embeddings),
-        spec.global_batch_size,
-        spec.shards,
-        group=group,
-        seed=spec.seed,
-        fetch="shards",
+        rows, spec.global_batch_size, spec.shards, group=group, seed=spec.seed, fetch="shards"
     )
     audit = Audit(group, every=spec.audit_every, log=job.folder.path / "audit.jsonl")
     audit.watch(model, optimizer, scheduler=scheduler, loader=loader)
@@ -174,19 +170,9 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
     checkpointer = Checkpointer(job.folder.checkpoints, group=group, on_error=spec.on_disk_error)
     things = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     loop = Loop(
-        spec,
-        group,
-        job.folder,
-        job.display,
-        step,
-        loader,
-        audit,
-        checkpointer,
-        things,
-        "reconstruction_error",
-        job.stop_after,
-        guard=job.guard,
-    )
+        spec, group, job.folder, job.display, step, loader, audit, checkpointer, things, "reconstruction_error",
+        stop_after=job.stop_after, guard=job.guard,
+    )  # fmt: skip
     if resume:
         loop.restore()
     if start.needs_initialization(model.quantizer):
