@@ -10,6 +10,7 @@ from typing import Any
 
 from samestep.report import _charts
 from samestep.report._charts import number
+from samestep.report._classification import classification
 from samestep.report._files import Run
 
 __all__ = ["Chart", "audits", "curves", "facts", "figures", "quality"]
@@ -101,10 +102,10 @@ def figures(run: Run) -> list[tuple[str, str]]:
     speeds = [y for y in series.get("samples_per_second", ([], []))[1] if math.isfinite(y)]
     if speeds:
         found.append(("samples per second (median)", number(statistics.median(speeds))))
-    for name, label in (("collision_rate", "collision rate"), ("distinct_ids", "distinct ids")):
+    for name in ("collision_rate", "distinct_ids", "test_accuracy"):
         value = (run.quality or {}).get(name)
         if _is_number(value):
-            found.append((label, number(value)))
+            found.append((name.replace("_", " "), number(value)))
     return found
 
 
@@ -193,9 +194,12 @@ def _details(details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def quality(run: Run) -> dict[str, Any] | None:
-    """Return what is known of the semantic ids: charts per level, a table per level and one of the whole."""
+    """Return what is known of the outcome; of semantic ids, charts, a table per level and one of the whole."""
     if not run.quality:
         return None
+    if "confusion_matrix" in run.quality:
+        parts = classification(run.quality)
+        return {**parts, "charts": [Chart(*chart) for chart in parts["charts"]]}
     levels = _mappings(run.quality.get("levels"))
     labels = [f"level {level.get('level', i)}" for i, level in enumerate(levels)]
     charts: list[Chart] = []
@@ -218,6 +222,9 @@ def quality(run: Run) -> dict[str, Any] | None:
     columns = list(dict.fromkeys(key for level in levels for key in level))
     whole = {key: value for key, value in run.quality.items() if key not in ("levels", "top_buckets")}
     return {
+        "title": "Semantic ids",
+        "rows_title": "Collisions",
+        "buckets_title": "Most crowded ids",
         "charts": [chart for chart in charts if chart.svg],
         "rows": [
             (name.replace("_", " ").replace(".", ": "), _cell(value)) for name, value in _flat(whole) if name
@@ -225,7 +232,7 @@ def quality(run: Run) -> dict[str, Any] | None:
         "columns": [column.replace("_", " ") for column in columns],
         "levels": [[_cell(level.get(column, "")) for column in columns] for level in levels],
         "buckets": [
-            (_said(b.get("codes")), _cell(b.get("items")))
+            (_said(b.get("codes")), f"{_cell(b.get('items'))} items")
             for b in _mappings(run.quality.get("top_buckets"))[:10]
         ],
     }

@@ -7,6 +7,7 @@ samples, the same ones for every seed and number of workers.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -108,13 +109,16 @@ def read(spec: ImageClassificationSpec) -> Data:
     )
 
 
-def pixel_statistics(samples: Samples, part: tuple[int, int], pool: Pool) -> tuple[Tensor, Tensor]:
+def pixel_statistics(
+    samples: Samples, part: tuple[int, int], pool: Pool, each_block: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of every channel over all workers' images; decodes each image once.
 
     Args:
         samples: the same ones on all workers.
         part: rank and world size; a worker reads its part only.
         pool: all workers.
+        each_block: called now and then, to show that work goes on.
 
     Returns:
         (channels,) float32 each, in units of the pixels.
@@ -130,6 +134,7 @@ def pixel_statistics(samples: Samples, part: tuple[int, int], pool: Pool) -> tup
     counts, floats, problem = torch.zeros(channels, 256, dtype=torch.int64), [], ""
     try:
         for start in range(first, stop, _BLOCK_IMAGES):
+            each_block()
             block, _ = samples[list(range(start, min(start + _BLOCK_IMAGES, stop)))]
             if block.dtype != torch.uint8:
                 floats.append(block.movedim(1, -1).reshape(-1, channels))
@@ -240,4 +245,4 @@ def _describe(part: Part, used_for: str) -> dict[str, Any]:
         "images": len(part.images),
         "shape": [channels, height, width],
     }
-    return {**facts, "note": part.note}
+    return {**facts, "note": part.note} if part.note else facts

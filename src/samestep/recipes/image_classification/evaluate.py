@@ -11,6 +11,7 @@ so the figures are the same bits. No sample is repeated to make workers' parts e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,13 @@ class Figures:
         }
 
 
-def evaluate(model: nn.Module, samples: Samples, n_classes: int, group: Group) -> Figures:
+def evaluate(
+    model: nn.Module,
+    samples: Samples,
+    n_classes: int,
+    group: Group,
+    each_block: Callable[[], None] = lambda: None,
+) -> Figures:
     """Return what a classifier does on all samples; leaves its mode as it was.
 
     Args:
@@ -82,6 +89,7 @@ def evaluate(model: nn.Module, samples: Samples, n_classes: int, group: Group) -
         samples: the same ones on all workers.
         n_classes: columns of the scores.
         group: the workers.
+        each_block: called now and then, to show that work goes on.
 
     Raises:
         SpecError: on all workers, when one of them cannot read a sample or its scores are not finite.
@@ -95,6 +103,7 @@ def evaluate(model: nn.Module, samples: Samples, n_classes: int, group: Group) -
     model.eval()
     try:
         for block in _blocks_of(n_blocks, group):
+            each_block()
             first = block * _BLOCK_SAMPLES
             sums += _count(model, samples, first, min(first + _BLOCK_SAMPLES, len(samples)), n_classes, group)
     except Exception as error:

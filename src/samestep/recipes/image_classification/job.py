@@ -43,7 +43,7 @@ class _Job:
     guard: Guard
 
     def evaluate(self, model: nn.Module) -> Figures:
-        return evaluate(model, self.data.test, len(self.data.classes), self.group)
+        return evaluate(model, self.data.test, len(self.data.classes), self.group, self.guard.beat)
 
 
 def run(
@@ -65,7 +65,6 @@ def run(
         guard: asked throughout whether to stop; None for one that no signal reaches.
 
     Raises:
-        Stopped: on all workers, when asked to stop before the first step.
         SpecError: on all workers, when the data or the settings do not do.
 
     Collective: all ranks of `group`.
@@ -75,7 +74,7 @@ def run(
     guard = guard or Guard(group)
     job = _Job(spec, folder, group, display, found, plan, stop_after, guard)
     share = (group.rank, group.world_size)
-    mean, std = data.pixel_statistics(found.train, share, guard.pool(pool(group)))
+    mean, std = data.pixel_statistics(found.train, share, pool(group), guard.beat)
     torch.manual_seed(spec.seed)
     model = models.of_spec(spec, found.train.images.shape, len(found.classes)).to(group.device)
     model.set_pixels(mean, std)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from typing import Any
@@ -93,7 +94,7 @@ def _manifest(
         "test_samples": len(data.test),
         "classes": list(data.classes),
         "sources": list(data.sources),
-        "tensors": digests,
+        "digest": hashlib.sha256(json.dumps(digests).encode()).hexdigest(),
         "replicas": "agree",
     }
 
