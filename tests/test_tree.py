@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samestep import launch, tree
 from samestep.group import Group
 from samestep.sharding import counter_merges, shard_range, subtrees, tree_fold
-from samestep.tree import Layout, tree_sum
+from samestep.tree import Layout, TreeSum, tree_sum
 
 SIZES = [0, 1, 2, 3, 7, 64, 1001]
 SHARDS = [4, 5, 8, 12]
@@ -61,13 +61,42 @@ def both_schedules(group: Group) -> bool:
     layout = Layout.of(8, group.world_size)
     block = shard_range(8, group.world_size, group.rank)
     assert layout.halving
-    first = tree._halve_and_double(local_sums(8, block, values)[0], group)
     second = tree._exchange(local_sums(8, block, values), layout, group)
-    return torch.equal(first, second)
+    same = []
+    for block_bytes in (tree._BLOCK_BYTES, 64, 4):  # at once, in many pieces, of single elements
+        tree._BLOCK_BYTES = block_bytes
+        first = local_sums(8, block, values)[0]
+        for _ in tree._halve_and_double(first, group, 0):
+            pass
+        same.append(torch.equal(first, second))
+    return all(same)
 
 
 def test_both_schedules_give_the_same_bits():
     assert launch.run(both_schedules, 4, timeout_seconds=120) == [True] * 4
+    assert launch.run(both_schedules, 2, timeout_seconds=120) == [True] * 2
+
+
+def under_way(group: Group, n_shards: int) -> list[bool]:
+    """Several sums begun before the first is waited for, as the buckets of one backward are."""
+    layout, block = (
+        Layout.of(n_shards, group.world_size),
+        shard_range(n_shards, group.world_size, group.rank),
+    )
+    sizes = [1001, 3, 64, 1, 0, 777]
+    begun = [
+        TreeSum(local_sums(n_shards, block, leaves(n_shards, size)), layout, group, tag)
+        for tag, size in enumerate(sizes)
+    ]
+    return [
+        torch.equal(each.wait(), tree_fold(leaves(n_shards, size)))
+        for each, size in zip(begun, sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "n_shards"), [(2, 8), (4, 4), (3, 8)])
+def test_sums_may_be_under_way_together(world_size, n_shards):
+    assert launch.run(under_way, world_size, n_shards, timeout_seconds=120) == [[True] * 6] * world_size
 
 
 @given(n_shards=st.integers(1, 40), data=st.data())

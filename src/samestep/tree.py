@@ -2,10 +2,13 @@
 
 Every element of the result has one fixed expression, the binary tree over shards of `sharding`. Each worker
 brings the sums of the subtrees that its block of shards decomposes into; here they are added up across workers.
-Backends only move bytes: no addition is left to an all-reduce, whose order depends on sizes and rings.
+Backends only move bytes: their own all-reduce adds in an order that depends on sizes and rings. The exception is
+two workers with one sum each: there is one addition per element, and an addition of two numbers has no order.
 
 ::
 
+    all-reduce (two workers, one subtree each)
+        rank 0  a ⇄ 1 b     a + b
     halving and doubling (each worker holds one subtree, all of one size; gloo)
         rank 0  [a0 a1]   ⇄ 1     half of (0+1)    ⇄ 2     quarter of ((0+1)+(2+3))   then back: 2, 1
     exchange of chunks (any layout; NCCL)
@@ -14,6 +17,7 @@ Backends only move bytes: no addition is left to an all-reduce, whose order depe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +27,10 @@ from torch import Tensor
 from samestep.group import Group
 from samestep.sharding import fold_order, shard_range, subtrees
 
-__all__ = ["Layout", "tree_sum"]
+__all__ = ["Layout", "TreeSum", "tree_sum"]
+
+_BLOCK_BYTES = 32 << 20  # halving and doubling in pieces: the scratch memory stays small and is used again
+_PAIR_DTYPES = (torch.float32, torch.float64)  # others the backends may round in their own ways
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,70 @@ class Layout:
         halving = equal and _is_power(world_size) and _is_power(n_shards // world_size)
         return cls(tuple(map(len, each)), tuple(folds), halving)
 
+    @property
+    def pair(self) -> bool:
+        """Whether there is but one addition to make across workers."""
+        return self.parts == (1, 1)
+
+
+class TreeSum:
+    """A sum over workers that is under way: begun where it is made, ended by `wait`.
+
+    Args:
+        sums: this worker's subtree sums in leaf order, each (n,) contiguous, one dtype; `layout.parts[rank]` of
+            them. Overwritten; not to be read before `wait`.
+        layout: of the shards on this group.
+        group: the workers.
+        tag: tells sums that are under way at the same time apart; the same on all workers.
+
+    Raises:
+        WorkerError: when a worker is gone.
+
+    Collective: all ranks of `group`, making and waiting, in one order of each.
+    Numerics: order-fixed; accumulates in the tensors' own dtype.
+    """
+
+    def __init__(self, sums: list[Tensor], layout: Layout, group: Group, tag: int = 0) -> None:
+        self._group, self._total = group, sums[0]
+        self._steps = self._run(sums, layout, tag)
+        with group.collective("ordered all-reduce"):
+            next(self._steps, None)
+
+    def wait(self) -> Tensor:
+        """Return the total, (n,), equal bit for bit on all workers; may share memory with the sums.
+
+        Raises:
+            WorkerError: when a worker is gone.
+
+        Collective: all ranks of the group.
+        """
+        with self._group.collective("ordered all-reduce"):
+            for _ in self._steps:
+                pass
+        return self._total
+
+    def _run(self, sums: list[Tensor], layout: Layout, tag: int) -> Iterator[None]:
+        flat, group = sums[0], self._group
+        if group.world_size == 1:
+            self._total = _fold(sums, layout.folds)
+        elif flat.numel() == 0:
+            return
+        elif layout.pair and flat.dtype in _PAIR_DTYPES:
+            work = dist.all_reduce(flat, group=group.process_group, async_op=True)
+            yield
+            assert work is not None
+            work.wait()
+        elif layout.halving and flat.device.type == "cpu":
+            yield from _halve_and_double(flat, group, tag)
+        else:
+            self._total = _exchange(sums, layout, group)
+
 
 def tree_sum(sums: list[Tensor], layout: Layout, group: Group) -> Tensor:
     """Return the total over all workers' subtree sums, added along the shard tree.
 
     Args:
-        sums: this worker's subtree sums in leaf order, each (n,) contiguous, one dtype; `layout.parts[rank]` of
-            them. Overwritten.
+        sums: as for `TreeSum`; overwritten.
         layout: of the shards on this group.
         group: the workers.
 
@@ -75,14 +139,7 @@ def tree_sum(sums: list[Tensor], layout: Layout, group: Group) -> Tensor:
     Collective: all ranks of `group`.
     Numerics: order-fixed; accumulates in the tensors' own dtype.
     """
-    if group.world_size == 1:
-        return _fold(sums, layout.folds)
-    if sums[0].numel() == 0:
-        return sums[0]
-    with group.collective("ordered all-reduce"):
-        if layout.halving and sums[0].device.type == "cpu":
-            return _halve_and_double(sums[0], group)
-        return _exchange(sums, layout, group)
+    return TreeSum(sums, layout, group).wait()
 
 
 def _fold(slots: list[Tensor], folds: tuple[tuple[int, int], ...]) -> Tensor:
@@ -91,38 +148,66 @@ def _fold(slots: list[Tensor], folds: tuple[tuple[int, int], ...]) -> Tensor:
     return slots[0]
 
 
-def _halve_and_double(flat: Tensor, group: Group) -> Tensor:
-    """Sum in place: at distance 1, 2, 4 .. swap halves with the partner and add, then gather back."""
-    rank, n_workers = group.rank, group.world_size
-    start, stop = 0, flat.numel()
-    spans: list[tuple[int, int, int, int, int]] = []
-    incoming = torch.empty((flat.numel() + 1) // 2, dtype=flat.dtype)
+def _halve_and_double(flat: Tensor, group: Group, tag: int) -> Iterator[None]:
+    """Sum in place: at distance 1, 2, 4 .. swap halves with the partner and add, then gather back.
+
+    Whatever is to come is received for in advance: gloo then writes at once, without asking first. It yields when
+    the first halves are on their way.
+    """
+    sends, last = [], []
+    block = min(flat.numel(), _BLOCK_BYTES // flat.element_size())
+    scratch = torch.empty(block + group.world_size, dtype=flat.dtype)  # every half is rounded up
+    for place, part in enumerate(torch.split(flat, block)):
+        spans = _spans(part, group)
+        landings = torch.split(
+            scratch[: sum(keep.numel() for _, keep, _ in spans)], [k.numel() for _, k, _ in spans]
+        )
+        incoming = [
+            _receive(landing, partner, group, 2 * tag)
+            for landing, (partner, _, _) in zip(landings, spans, strict=True)
+        ]
+        back = []
+        for level, (partner, keep, give) in enumerate(spans):
+            sends.append(_send(give, partner, group, 2 * tag))
+            # Over what is being sent: what comes back was made of it, and so comes after it has left.
+            back.append(_receive(give, partner, group, 2 * tag + 1))
+            if place == level == 0:
+                yield
+            _wait(incoming[level])
+            keep.add_(landings[level])  # IEEE addition commutes, so both partners' order is the same
+        for level, (partner, keep, _) in reversed(list(enumerate(spans))):
+            sends.append(_send(keep, partner, group, 2 * tag + 1))
+            if level:
+                _wait(back[level])
+        last.append(back[0])  # meanwhile the next block is on its way
+    for work in [*last, *sends]:
+        _wait(work)
+
+
+def _spans(part: Tensor, group: Group) -> list[tuple[int, Tensor, Tensor]]:
+    """Return for each distance 1, 2, 4 .. the partner, what is kept and what is given, as views."""
+    spans = []
     distance = 1
-    while distance < n_workers:
-        partner = rank ^ distance
-        middle = (start + stop + 1) // 2
-        low = rank < partner
-        keep, give = ((start, middle), (middle, stop)) if low else ((middle, stop), (start, middle))
-        landing = incoming[: keep[1] - keep[0]]
-        _swap(flat[give[0] : give[1]], landing, partner, group)
-        flat[keep[0] : keep[1]].add_(landing)  # IEEE addition commutes, so both partners' order is the same
-        spans.append((partner, *keep, *give))
-        start, stop = keep
-        distance *= 2
-    for partner, keep_start, keep_stop, give_start, give_stop in reversed(spans):
-        _swap(flat[keep_start:keep_stop], flat[give_start:give_stop], partner, group)
-    return flat
+    while distance < group.world_size:
+        partner = group.rank ^ distance
+        low, high = part[: (part.numel() + 1) // 2], part[(part.numel() + 1) // 2 :]
+        keep, give = (low, high) if group.rank < partner else (high, low)
+        spans.append((partner, keep, give))
+        part, distance = keep, 2 * distance
+    return spans
 
 
-def _swap(outgoing: Tensor, incoming: Tensor, partner: int, group: Group) -> None:
-    works = []
-    if incoming.numel():
-        works.append(dist.irecv(incoming, src=partner, group=group.process_group))
-    if outgoing.numel():
-        works.append(dist.isend(outgoing, dst=partner, group=group.process_group))
-    for work in works:
-        if work is not None:
-            work.wait()
+def _send(tensor: Tensor, partner: int, group: Group, tag: int) -> dist.Work | None:
+    return dist.isend(tensor, partner, group.process_group, tag) if tensor.numel() else None
+
+
+def _receive(tensor: Tensor, partner: int, group: Group, tag: int) -> dist.Work | None:
+    return dist.irecv(tensor, partner, group.process_group, tag) if tensor.numel() else None
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _exchange(sums: list[Tensor], layout: Layout, group: Group) -> Tensor:
