@@ -40,11 +40,11 @@ LAYERS = [
         "survive",
     ],
     # over time
-    ["lossfn", "watch", "buffers", "forward", "start", "step", "scheduler", "checkpoint"],
+    ["lossfn", "watch", "buffers", "forward", "start", "step", "scheduler", "checkpoint", "weighing"],
     # proof
     ["audit", "compare", "explain", "doctor", "report"],
     # edge
-    ["caffe2", "lightning", "recipes", "pytest_plugin", "cli", "__main__"],
+    ["caffe2", "lightning", "accelerate", "recipes", "pytest_plugin", "cli", "__main__"],
 ]
 PLACE = {name: (layer, i) for layer, names in enumerate(LAYERS) for i, name in enumerate(names)}
 # torch's distributed checkpoint reads and writes files; it is not a way to talk to other workers.

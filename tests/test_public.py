@@ -10,7 +10,7 @@ import pytest
 
 import samestep
 
-OPTIONAL = {"lightning", "pytest_plugin"}  # need a package that may be absent
+OPTIONAL = {"accelerate", "lightning", "pytest_plugin"}  # need a package that may be absent
 MODULES = [name for name in samestep.__all__ if name not in OPTIONAL]
 
 

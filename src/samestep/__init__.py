@@ -13,6 +13,7 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 __all__ = [
+    "accelerate",
     "agent",
     "audit",
     "buffers",
@@ -33,6 +34,7 @@ __all__ = [
     "hooks",
     "kmeans",
     "launch",
+    "lightning",
     "lossfn",
     "momentum",
     "pooling",
@@ -51,6 +53,7 @@ __all__ = [
     "transport",
     "tree",
     "watch",
+    "weighing",
 ]
 
 
