@@ -54,10 +54,11 @@ def load_array(path: Path) -> NDArray[Any]:
 
 def _load(path: Path) -> NDArray[Any] | dict[str, NDArray[Any]]:
     try:
-        content = np.load(path, allow_pickle=False)
-        if isinstance(content, np.ndarray):
-            return content
-        with content:
+        # Opened here: numpy leaves a damaged file open.
+        with path.open("rb") as file:
+            content = np.load(file, allow_pickle=False)
+            if isinstance(content, np.ndarray):
+                return content
             return {name: content[name] for name in content.files}
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error).split("\n")[0].rstrip(".")
