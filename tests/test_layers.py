@@ -27,6 +27,7 @@ LAYERS = [
     [
         "environment",
         "transport",
+        "handshake",
         "group",
         "launch",
         "agent",
@@ -35,6 +36,7 @@ LAYERS = [
         "tree",
         "hooks",
         "tally",
+        "partials",
         "carrier",
         "gradients",
         "survive",

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from samestep.environment import pick_device, read_env
 from samestep.errors import AgreementError, GroupError, SamestepError, WorkerError
+from samestep.handshake import apart
 from samestep.transport import first_line, is_transport
 
 __all__ = ["Group"]
@@ -125,14 +126,10 @@ class Group:
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        timeout = datetime.timedelta(seconds=timeout_seconds)
         try:
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("samestep", store),
-                rank=rank,
-                world_size=world_size,
-                timeout=datetime.timedelta(seconds=timeout_seconds),
-            )
+            store = apart(store, rank, world_size, timeout_seconds)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except (dist.DistError, RuntimeError) as error:
             raise GroupError(
                 f"start of the process group: rank {rank} of {world_size} got: {first_line(error)}. "

@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
@@ -176,16 +177,10 @@ class Guard:
             signal.setitimer(signal.ITIMER_REAL, self._timeout + 1.0)
 
     def write_stacks_to(self, path: Path) -> None:
-        """Let stacks go to a file rather than to standard error; an empty one is removed at the end.
-
-        Raises:
-            SpecError: when it cannot be written.
-        """
-        try:
+        """Let stacks go to a file, if it can be written, rather than to standard error; an empty one is removed."""
+        with suppress(OSError):
             self._stacks = path.open("w")
-        except OSError as error:
-            raise SpecError(f"{path}: cannot be written ({error.strerror}).", name=str(path)) from error
-        if self._restore:
+        if self._restore and self._stacks is not None and self._timeout is not None:
             faulthandler.register(signal.SIGALRM, file=self._stacks, all_threads=True, chain=True)
 
     def wait_for_own_signal(self) -> bool:

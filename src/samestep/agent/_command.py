@@ -110,8 +110,10 @@ def _make_agent(
 
     from samestep.agent._elastic import Agent
 
-    # The agent's own log repeats, at length, what is said below in one line.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # torch's own log repeats, at length, what is said below in one line; each of its modules has its own level.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=f"127.0.0.1:{port}",

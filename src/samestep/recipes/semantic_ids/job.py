@@ -86,6 +86,7 @@ def run(
     job = _Job(spec, folder, group, display, items, part, guard.pool(pool(group)), stop_after, guard)
     _check(job)
     folder.open(spec, group, display)
+    guard.write_stacks_to(folder.path / f"stacks-rank{group.rank}.txt")
     display.say(
         f"{spec.recipe} ({spec.kind}): {items.n_total:,} items of {items.dim} dimensions, "
         f"{group.world_size} workers, {spec.shards} shards, mode {spec.mode}"
