@@ -80,6 +80,7 @@ def run(
     model.set_pixels(mean, std)
     optimizer, scheduler = build(plan, model, group)
     folder.open(spec, group, display)
+    guard.write_stacks_to(folder.path / f"stacks-rank{group.rank}.txt")
     display.say(_headline(job))
     start.broadcast(model, optimizer, group=group)
     loop = _loop(job, model, optimizer, scheduler)
