@@ -76,13 +76,13 @@ def run_loops(group: Any, names: list[str]) -> list[str]:
 
 
 def zoo_page(said: dict[str, str]) -> str:
-    lines = [ZOO_HEAD, "| fault | what goes wrong | samestep says |", "|---|---|---|"]
+    lines = [ZOO_HEAD, "| fault | samestep says |", "|---|---|"]
     for name in sorted(said, key=lambda name: (name.startswith("unseen"), name)):
         title, body, reports = (ast.get_docstring(ast.parse((ZOO / f"{name}.py").read_text())) or "").split(
             "\n\n"
         )
-        wrong = f"**{title}** {' '.join(body.split())} ({reports.removeprefix('Reports: ')})"
-        lines.append(f"| `{name}` | {_cell(wrong)} | {_cell(stable(said[name]))} |")
+        wrong = f"**{title}** {' '.join(body.split())} *{reports.removeprefix('Reports: ')}* `{name}.py`"
+        lines.append(f"| {_cell(wrong)} | {_cell(stable(said[name]))} |")
     return "\n".join(lines) + "\n"
 
 
