@@ -179,7 +179,7 @@ class Guard:
     def write_stacks_to(self, path: Path) -> None:
         """Let stacks go to a file, if it can be written, rather than to standard error; an empty one is removed."""
         with suppress(OSError):
-            self._stacks = path.open("w")
+            self._stacks = path.open("a")  # what an earlier start has left there stays
         if self._restore and self._stacks is not None and self._timeout is not None:
             faulthandler.register(signal.SIGALRM, file=self._stacks, all_threads=True, chain=True)
 

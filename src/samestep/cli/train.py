@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,7 +74,7 @@ def train(
     Example: torchrun --nproc-per-node 4 -m samestep train semantic-ids --config my.yaml --out runs/mine
     """
     agent.die_with_agent()
-    with spoken():
+    with spoken(), _stop_at_once():
         from samestep.recipes.folder import RunFolder, default_path
 
         started = agent.is_worker()
@@ -92,6 +96,24 @@ def train(
             _work(spec, way)
         else:
             _start(way, config, changes, workers, port, max_restarts)
+
+
+@contextmanager
+def _stop_at_once() -> Iterator[None]:
+    """End well on SIGTERM as long as there is nothing to save; agent and guard set handlers of their own later."""
+
+    def stop(number: int, frame: Any) -> None:
+        print("samestep: stopped before the first step; nothing is lost.", file=sys.stderr)
+        raise typer.Exit(0)
+
+    if agent.is_worker() or threading.current_thread() is not threading.main_thread():
+        yield  # a worker's end is for its agent to judge
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_start(started: bool, workers: int, out: Path | None) -> None:
