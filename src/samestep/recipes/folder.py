@@ -124,6 +124,9 @@ class RunFolder:
         from samestep import environment
 
         self.path.mkdir(parents=True, exist_ok=True)
+        for stacks in self.path.glob("stacks-rank*.txt"):
+            if stacks.stat().st_size == 0:  # of a worker that was killed
+                stacks.unlink()
         job = {"id": os.environ.get("TORCHELASTIC_RUN_ID", "none")}
         with replacing(self.path / "job.json") as file:
             file.write(json.dumps(job).encode())
