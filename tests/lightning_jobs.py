@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -38,6 +39,7 @@ from samestep.scheduler import LRScheduler
 from samestep.sharding import ShardLoader
 from workers import state_digest
 
+WORLD, RANK = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
 CASES: dict[str, Callable[[Path], Any]] = {}
 BATCH, SHARDS, N = 13, 4, 50  # shards of 4, 3, 3, 3; the last batch of an epoch has 11 samples
 SCHEDULE = schedules.linear_warmup(4, 0.1) * schedules.multistep([9], 0.5)
@@ -96,7 +98,7 @@ class Module(pl.LightningModule):
 
 
 def trainer(*callbacks: Callback, epochs: int = 3, **options: Any) -> pl.Trainer:
-    n_workers = Group.from_env().world_size if torch.distributed.is_initialized() else int(WORLD)
+    n_workers = int(WORLD)
     strategy = options.pop("strategy", ddp_strategy() if n_workers > 1 else "auto")
     return pl.Trainer(
         max_epochs=epochs,
@@ -188,7 +190,7 @@ def resumed(out: Path) -> Any:
     folder = out / "checkpoints"
 
     def callback() -> SamestepCallback:
-        return SamestepCallback(audit=3, exact_mean=True, seed=7)
+        return SamestepCallback(audit=3, exact_mean=True, ordered=True, seed=7)
 
     whole = fit(Module(dropout=0.3), callback())
     saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=6, save_top_k=-1, filename="{step}")
@@ -454,19 +456,15 @@ def main() -> None:
     out = Path(sys.argv[1])
     names = sys.argv[2:] or list(CASES)
     torch.set_num_threads(1)
-    rank = RANK
     found = {}
     for name in names:
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
         found[name] = attempt(CASES[name], folder)
-        (out / f"rank{rank}.json").write_text(json.dumps(found))
+        (out / f"rank{RANK}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    import os
-
-    WORLD, RANK = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")  # of the frameworks; ours are no warnings
     main()

@@ -50,8 +50,8 @@ class _Told(hooks.Weights):
 class LossWeights:
     """Makes the gradient of every update the mean over all samples behind it, whoever calls backward.
 
-    With DDP it registers `hooks.weighted_mean`; micro-batches before the last run under ``no_sync``, as frameworks
-    do. Without DDP, in a single process, gradients are kept at the weighted mean of the micro-batches so far.
+    With DDP it registers a comm hook, `hooks.weighted_mean`; micro-batches before the last run under ``no_sync``, as
+    frameworks do. Without DDP, in a single process, gradients are kept at the weighted mean of the micro-batches so far.
 
     Args:
         model: DDP's wrapper, before its first backward and without a comm hook; or a plain module that this
@@ -59,6 +59,9 @@ class LossWeights:
         optimizers: those that update the model; an update begins a new mean. With DDP, the backward that
             communicates does.
         group: the workers.
+        ordered: adds workers in a fixed order, `hooks.ordered_mean`. DDP regroups its buckets after the first update
+            of a process, and with three or more workers the backend's sums depend on the grouping: a resumed run
+            then differs in the last bits unless they are ordered.
 
     Raises:
         SpecError: several workers and no DDP, or DDP with a comm hook.
@@ -75,13 +78,15 @@ class LossWeights:
         2.0
     """
 
-    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer], group: Group) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], group: Group, *, ordered: bool = False
+    ) -> None:
         self._weights: _Told | None = None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._so_far = 0.0
         self._handles: list[Any] = []
         if isinstance(model, DistributedDataParallel):
-            self._weights = _registered(model, group)
+            self._weights = _registered(model, group, ordered)
         elif group.world_size > 1:
             raise SpecError(
                 f"`model`: expected a DistributedDataParallel in a job of {group.world_size} workers, got "
@@ -195,7 +200,7 @@ def _first_dimensions(batch: Any) -> Iterable[int]:
             yield from _first_dimensions(value)
 
 
-def _registered(model: DistributedDataParallel, group: Group) -> _Told:
+def _registered(model: DistributedDataParallel, group: Group, ordered: bool) -> _Told:
     if model._comm_hooks:
         found = [getattr(hook, "__name__", str(hook)) for hook, _ in model._comm_hooks]
         raise SpecError(
@@ -203,7 +208,7 @@ def _registered(model: DistributedDataParallel, group: Group) -> _Told:
             name="model",
         )
     weights = _Told(group)
-    model.register_comm_hook(weights, hooks.weighted_mean)
+    model.register_comm_hook(weights, hooks.ordered_mean if ordered else hooks.weighted_mean)
     return weights
 
 

@@ -71,7 +71,8 @@ class ExactMean:
     Args:
         accelerator: of DDP or a single process.
         model: as `prepare` returned it, before its first backward.
-        optimizer: likewise; or several.
+        *optimizers: likewise, all that update the model.
+        ordered: adds workers in a fixed order, see `LossWeights`.
 
     Raises:
         SpecError: sharded kinds, or a model with a comm hook.
@@ -89,10 +90,12 @@ class ExactMean:
         2.0
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, *optimizers: Any) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, *optimizers: Any, ordered: bool = False
+    ) -> None:
         self._accelerator = accelerator
         plain = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-        self._weights = LossWeights(model, plain, group_of(accelerator))
+        self._weights = LossWeights(model, plain, group_of(accelerator), ordered=ordered)
 
     def backward(self, loss: Tensor, n_samples: float, **options: Any) -> None:
         """Call ``accelerator.backward`` on a loss that counts with its samples.

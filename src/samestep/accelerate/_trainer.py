@@ -36,6 +36,7 @@ class SamestepTrainerCallback(TrainerCallback):  # type: ignore[misc]
             model's keyword arguments counts instead. The model's loss must be a mean over the micro-batch. Models
             that take ``num_items_in_batch`` (the causal LMs of transformers) and a ``compute_loss_func`` normalise
             over the update by themselves and are refused.
+        ordered: with `exact_mean`, adds workers in a fixed order, see `LossWeights`.
         on_disagreement: "raise" or "log", as for `Audit`.
         log: file of the audit's records.
 
@@ -52,10 +53,12 @@ class SamestepTrainerCallback(TrainerCallback):  # type: ignore[misc]
         *,
         audit: int = 100,
         exact_mean: bool | Callable[[dict[str, Any]], float] = False,
+        ordered: bool = False,
         on_disagreement: Literal["raise", "log"] = "raise",
         log: Path | str | None = None,
     ) -> None:
-        self._trainer, self._every, self._exact_mean = trainer, audit, exact_mean
+        self._trainer, self._every = trainer, audit
+        self._exact_mean, self._ordered = exact_mean, ordered
         self._options: dict[str, Any] = {"on_disagreement": on_disagreement, "log": log}
         self._group = group_of(trainer.accelerator)
         Audit(self._group, every=audit, **self._options)  # its checks, now
@@ -71,7 +74,9 @@ class SamestepTrainerCallback(TrainerCallback):  # type: ignore[misc]
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         if self._exact_mean is not False:
             self._check_loss()
-            self._weights = LossWeights(trainer.model_wrapped, [optimizer], self._group)
+            self._weights = LossWeights(
+                trainer.model_wrapped, [optimizer], self._group, ordered=self._ordered
+            )
             hook = trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
             self._handles.append(hook)
         if self._every:

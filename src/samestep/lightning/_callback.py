@@ -47,6 +47,8 @@ class SamestepCallback(Callback):  # type: ignore[misc]
             micro-batches: the loss that `training_step` returns, or that ``manual_backward`` gets, must be a mean
             over its batch. Samples are counted as `weighing.count_samples` does, or by the `ShardDataLoader`. A
             function of the batch counts instead, such as ``lambda batch: (batch["labels"] != -100).sum()``.
+        ordered: with `exact_mean`, adds the workers' gradients in a fixed order. With three or more workers a resume
+            is bit for bit the same only then; see `LossWeights`.
         initialize: ``compute(module, group) -> {name: tensor}`` or an `Initialization`; run before the first step
             of a run, not after a resume.
         seed: of the random numbers (dropout) of training: those of a micro-batch then follow from seed, update and
@@ -72,6 +74,7 @@ class SamestepCallback(Callback):  # type: ignore[misc]
         *,
         audit: int = 100,
         exact_mean: bool | Callable[[Any], float] = False,
+        ordered: bool = False,
         initialize: Initialization | Compute | None = None,
         seed: int | None = None,
         on_disagreement: Literal["raise", "log"] = "raise",
@@ -85,7 +88,7 @@ class SamestepCallback(Callback):  # type: ignore[misc]
                 f"`exact_mean`: expected True, False or a function of the batch, got {exact_mean!r}.",
                 name="exact_mean",
             )
-        self._every, self._exact_mean, self._seed = audit, exact_mean, seed
+        self._every, self._exact_mean, self._ordered, self._seed = audit, exact_mean, ordered, seed
         self._initialization = as_initialization(initialize)
         self._audit_options: dict[str, Any] = {"on_disagreement": on_disagreement, "log": log}
         self._watch_options: dict[str, Any] = {"per_rank": per_rank, "rng": rng}
@@ -110,7 +113,7 @@ class SamestepCallback(Callback):  # type: ignore[misc]
         self._n_batches = 0
         self._group = group_of(trainer)
         if self._exact_mean is not False:
-            self._weights = LossWeights(trainer.model, trainer.optimizers, self._group)
+            self._weights = LossWeights(trainer.model, trainer.optimizers, self._group, ordered=self._ordered)
         if self._every:
             # Looks come from the hooks here: Lightning runs forward and backward inside optimizer.step.
             self._audit = Audit(self._group, every=0, **self._audit_options)
