@@ -159,6 +159,8 @@ def _first_key(error: ValidationError) -> str | None:
 def _first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return f"`{place}`: expected a value, got none. Give it in the file, or with --set {place}=VALUE."
     message = first["msg"].removeprefix("Value error, ")
     return f"`{place}`: {message}, got {first['input']!r}." if place else f"{message}."
 
