@@ -50,8 +50,9 @@ class _Told(hooks.Weights):
 class LossWeights:
     """Makes the gradient of every update the mean over all samples behind it, whoever calls backward.
 
-    With DDP it registers a comm hook, `hooks.weighted_mean`; micro-batches before the last run under ``no_sync``, as
-    frameworks do. Without DDP, in a single process, gradients are kept at the weighted mean of the micro-batches so far.
+    With DDP it registers a comm hook, `hooks.weighted_mean`; micro-batches before the last run under ``no_sync``,
+    as frameworks do. Without DDP, in a single process, gradients are kept at the weighted mean of the micro-batches
+    so far.
 
     Args:
         model: DDP's wrapper, before its first backward and without a comm hook; or a plain module that this
@@ -59,9 +60,9 @@ class LossWeights:
         optimizers: those that update the model; an update begins a new mean. With DDP, the backward that
             communicates does.
         group: the workers.
-        ordered: adds workers in a fixed order, `hooks.ordered_mean`. DDP regroups its buckets after the first update
-            of a process, and with three or more workers the backend's sums depend on the grouping: a resumed run
-            then differs in the last bits unless they are ordered.
+        ordered: adds workers in a fixed order, `hooks.ordered_mean`. DDP regroups its buckets after the first
+            update of a process, and with three or more workers the backend's sums depend on the grouping: a resumed
+            run then differs in the last bits unless they are ordered.
 
     Raises:
         SpecError: several workers and no DDP, or DDP with a comm hook.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -24,15 +25,18 @@ _PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_C
 def process_group(**options: Any) -> InitProcessGroupKwargs:
     """Return what makes Accelerate's process group carry tensors of both CPU and GPU.
 
-    Decisions and counts travel on the CPU, which NCCL alone cannot carry::
+    Decisions and counts travel on the CPU, which NCCL alone, Accelerate's choice for GPUs, cannot carry::
 
         accelerator = Accelerator(kwargs_handlers=[process_group()])
+
+    In a single process, and without CUDA, it changes nothing.
 
     Args:
         **options: of ``InitProcessGroupKwargs``, such as timeout.
     """
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    return InitProcessGroupKwargs(backend=options.pop("backend", backend), **options)
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        options.setdefault("backend", "cpu:gloo,cuda:nccl")
+    return InitProcessGroupKwargs(**options)
 
 
 def group_of(accelerator: Accelerator) -> Group:

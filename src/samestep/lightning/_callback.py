@@ -47,8 +47,8 @@ class SamestepCallback(Callback):  # type: ignore[misc]
             micro-batches: the loss that `training_step` returns, or that ``manual_backward`` gets, must be a mean
             over its batch. Samples are counted as `weighing.count_samples` does, or by the `ShardDataLoader`. A
             function of the batch counts instead, such as ``lambda batch: (batch["labels"] != -100).sum()``.
-        ordered: with `exact_mean`, adds the workers' gradients in a fixed order. With three or more workers a resume
-            is bit for bit the same only then; see `LossWeights`.
+        ordered: with `exact_mean`, adds the workers' gradients in a fixed order. With three or more workers a
+            resume is bit for bit the same only then; see `LossWeights`.
         initialize: ``compute(module, group) -> {name: tensor}`` or an `Initialization`; run before the first step
             of a run, not after a resume.
         seed: of the random numbers (dropout) of training: those of a micro-batch then follow from seed, update and
