@@ -48,7 +48,7 @@ class Loop:
         things: further things with a state, by name, for the checkpoints.
         shown: name of the further sum whose mean tells people how training goes; the loss if empty.
         stop_after: steps after which the run stops, short of its end; None for the end.
-        measure: collective; returns further figures by name, the same on all workers.
+        measure: collective; returns further figures by name, the same on all workers; people see the first.
         measure_every: steps between calls of `measure`; 0 for none.
         guard: told at each step whether to stop; None for one that no signal reaches.
     """
@@ -142,8 +142,8 @@ class Loop:
         }
         if self.group.is_main:
             self.folder.append("metrics.jsonl", row)
-        shown = [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in (self.shown or "loss", *measured)]
-        self.display.advance(result.step, "  ".join([*shown, f"{rate:,.0f} samples/s"]))
+        name = next(iter(measured), self.shown or "loss")
+        self.display.advance(result.step, f"{name.replace('_', ' ')} {row[name]:.4f}  {rate:,.0f} samples/s")
 
     def _lazily(self, shards: Iterator[list[Any]]) -> Iterator[Any]:
         """Read the next step's shards only inside `train_step`, where a failure to read becomes known to all."""

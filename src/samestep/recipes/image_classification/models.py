@@ -111,7 +111,7 @@ def resnet(
         >>> tuple(resnet((3, 8, 8), 10, width=4)(torch.zeros(2, 3, 8, 8)).shape)
         (2, 10)
 
-    Reference: He et al., Deep residual learning for image recognition, 2016, section 4.2.
+    Reference: He et al., Deep residual learning for image recognition, 2016, section 4.2, shortcuts A.
     """
     make_norm: Norm = nn.BatchNorm2d if norm == "batch" else _group_norm
     layers: list[nn.Module] = [_convolution(shape[0], width), make_norm(width), nn.ReLU()]
@@ -164,8 +164,19 @@ def loss_sums(
     return loss, len(labels), {"accuracy": (scores.argmax(1) == labels).sum()}
 
 
+class _Convolution(nn.Conv2d):
+    """A convolution whose gradient has the strides of its weight.
+
+    For a single input channel torch's kernels return other strides, of which DDP warns on every worker. Flattened and
+    brought back, the gradient gets the plain ones.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.weight.flatten(1).view(self.weight.shape), None)
+
+
 class _Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions beside a shortcut, which leaves out pixels and adds empty channels where shapes change."""
 
     def __init__(self, n_in: int, n_out: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -173,17 +184,17 @@ class _Block(nn.Module):
             _convolution(n_in, n_out, stride), norm(n_out), nn.ReLU(), _convolution(n_out, n_out), norm(n_out)
         )
         nn.init.zeros_(self.curve[-1].weight)  # type: ignore[arg-type]
-        same = n_in == n_out and stride == 1
-        self.shortcut = (
-            nn.Identity() if same else nn.Sequential(_convolution(n_in, n_out, stride, 1), norm(n_out))
-        )
+        self.stride, self.n_new = stride, n_out - n_in
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.relu(self.curve(x) + self.shortcut(x))
+        shortcut = x[:, :, :: self.stride, :: self.stride]
+        if self.n_new:
+            shortcut = nn.functional.pad(shortcut, (0, 0, 0, 0, 0, self.n_new))
+        return nn.functional.relu(self.curve(x) + shortcut)
 
 
-def _convolution(n_in: int, n_out: int, stride: int = 1, size: int = 3) -> nn.Conv2d:
-    convolution = nn.Conv2d(n_in, n_out, size, stride, padding=size // 2, bias=False)
+def _convolution(n_in: int, n_out: int, stride: int = 1) -> nn.Conv2d:
+    convolution = _Convolution(n_in, n_out, 3, stride, padding=1, bias=False)
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return convolution
 
