@@ -6,9 +6,7 @@ import. Right values are re-derived here: one process, float64, the same global 
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from samestep import kmeans, schedules
 from samestep.group import Group
 from samestep.sharding import ShardLoader
+from starting import by_hand, raised, torchrun
 
 pytest.importorskip("lightning")
 
@@ -62,54 +61,14 @@ SLOW = [
 ]
 
 
-def launch(out: Path, n_workers: int, cases: list[str]) -> list[dict[str, Any]]:
-    """Run cases under torchrun, and return their results by rank."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_workers)]
-    command = [sys.executable, *(torchrun if n_workers > 1 else []), str(JOBS), str(out), *cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, done.stderr
-    return results(out, n_workers)
-
-
-def start_by_hand(out: Path, n_workers: int, cases: list[str]) -> list[dict[str, Any]]:
-    """Run cases in processes started one by one, Lightning's third way: quicker than torchrun by its own start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    workers = []
-    for rank in map(str, range(n_workers)):
-        own = {"LOCAL_RANK": rank, "RANK": rank, "NODE_RANK": "0", "WORLD_SIZE": str(n_workers)}
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, str(JOBS), str(out), *cases],
-                env={**os.environ, **place, **own, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        told = [worker.communicate(timeout=170)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert all(worker.returncode == 0 for worker in workers), told
-    return results(out, n_workers)
-
-
-def results(out: Path, n_workers: int) -> list[dict[str, Any]]:
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(n_workers)]
-
-
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return start_by_hand(tmp_path_factory.mktemp("fast"), 2, FAST)
+    return by_hand(JOBS, tmp_path_factory.mktemp("fast"), 2, FAST)
 
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch(tmp_path_factory.mktemp("slow"), 2, SLOW)
+    return torchrun(JOBS, tmp_path_factory.mktemp("slow"), 2, SLOW)
 
 
 def right(*, clip: float | None = None, by_token: bool = False, shards: int = 4) -> Tensor:
@@ -183,7 +142,7 @@ def test_bf16_mixed_stays_as_close_as_bf16_is(slow):
 @pytest.mark.slow
 @pytest.mark.parametrize("n_workers", [1, 4])
 def test_other_numbers_of_workers(tmp_path, n_workers):
-    found = launch(tmp_path, n_workers, ["exact_mean", "clipped", "tokens", "resumed", "planted"])
+    found = torchrun(JOBS, tmp_path, n_workers, ["exact_mean", "clipped", "tokens", "resumed", "planted"])
     for case, options in (("exact_mean", {}), ("clipped", {"clip": 0.5}), ("tokens", {"by_token": True})):
         assert off(found[0][case], **options) < ROUNDING
     digests = {run["digest"] for run in found[0]["resumed"].values()}
@@ -214,13 +173,6 @@ def test_values_are_computed_from_all_rows_once_in_the_life_of_a_run(fast):
 
 
 # Audits, refusals: the same error on both workers -----------------------------------------------------------
-
-
-def raised(results: list[dict[str, Any]], case: str) -> dict[str, Any]:
-    first = results[0][case]
-    assert "raised" in first, first
-    assert all(rank[case] == first for rank in results)
-    return first
 
 
 def test_a_changed_bit_is_found_and_named(fast):
@@ -328,7 +280,7 @@ def test_the_seed_function_needs_no_search_for_unused_parameters(slow):
 @pytest.mark.parametrize("n_workers", [1, 3])
 def test_the_seed_function_is_exact_for_every_number_of_workers(tmp_path, n_workers):
     # The original is one bit off in a third of the elements at 3 workers, by the rounding of W x and / W.
-    found = launch(tmp_path, n_workers, ["seed_zero", "seed_quarter"])
+    found = torchrun(JOBS, tmp_path, n_workers, ["seed_zero", "seed_quarter"])
     assert all(rank["seed_zero"]["exact"] for rank in found)
     assert found[0]["seed_quarter"]["landed"] == found[-1]["seed_quarter"]["landed"]
 
@@ -356,6 +308,6 @@ def test_the_seed_function_has_the_originals_signature():
 
 @pytest.mark.slow
 def test_hundreds_of_good_steps_raise_no_alarm(tmp_path):
-    found = launch(tmp_path, 2, ["long"])
+    found = torchrun(JOBS, tmp_path, 2, ["long"])
     assert [rank["long"]["steps"] for rank in found] == [400, 400]
     assert found[0]["long"]["digest"] == found[1]["long"]["digest"]
