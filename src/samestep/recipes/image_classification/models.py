@@ -167,8 +167,8 @@ def loss_sums(
 class _Convolution(nn.Conv2d):
     """A convolution whose gradient has the strides of its weight.
 
-    For a single input channel torch's kernels return other strides, of which DDP warns on every worker. Flattened and
-    brought back, the gradient gets the plain ones.
+    For a single input channel torch's kernels return other strides, of which DDP warns on every worker. Flattened
+    and brought back, the gradient gets the plain ones.
     """
 
     def forward(self, x: Tensor) -> Tensor:
