@@ -3,11 +3,11 @@
 Each run of the campaign trains the semantic-ids recipe on a small data set until it is complete, through one to
 three faults. A fault has a victim (a random worker, all workers, the agent, or the agent by SIGTERM) and a moment
 (any time, a random step, inside a save, inside the initialization; near the end where that did not come). After a
-fault the agent may start the workers again; else the run is started again with ``--resume``, in exact mode on another
-random number of workers. What is left must be the undisturbed run's, bit for bit: parameters, optimizer state and
-loader state (the digests in the last checkpoint), codebooks, semantic ids, quality, the whole curve of every logged
-figure, and the samples that each step read. No process may be left behind. In fast mode the number of workers stays,
-and so must the bits.
+fault the agent may start the workers again; else the run is started again with ``--resume``, in exact mode on
+another random number of workers. What is left must be the undisturbed run's, bit for bit: parameters, optimizer
+state and loader state (the digests in the last checkpoint), codebooks, semantic ids, quality, the whole curve of
+every logged figure, and the samples that each step read. No process may be left behind. In fast mode the number of
+workers stays, and so must the bits.
 
 Nine runs of ten fork agent and workers from this process, which has loaded torch already; every tenth starts them
 from the command line as a user does. Run ``i`` depends on ``--seed`` and ``i`` only, so a campaign may be cut in
@@ -84,10 +84,10 @@ def arguments_of(work: Path, run: Path, mode: str, resume: bool) -> list[str]:
 
 def worker(record: str, arguments: list[str]) -> None:
     """Run the command in a forked worker that writes down which samples each of its steps reads."""
-    from samestep.cli import app
+    from samestep.cli import app, train
     from samestep.recipes.loop import Loop
 
-    plain = Loop._lazily
+    plain, leave = Loop._lazily, train._leave
 
     def lazily(loop: Loop, shards: Iterator[list[Any]]) -> Iterator[Any]:
         def seen() -> Iterator[list[Any]]:
@@ -98,8 +98,17 @@ def worker(record: str, arguments: list[str]) -> None:
 
         return plain(loop, seen())
 
+    def leave_at_once(guard: Any) -> None:
+        leave(guard)
+        if (
+            guard.was_asked
+        ):  # a forked worker's end is else its agent's to allow, which waits for it after a signal
+            sys.stderr.flush()
+            os._exit(0)
+
     file = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     Loop._lazily = lazily  # type: ignore[method-assign]
+    train._leave = leave_at_once
     app(arguments)
 
 
@@ -258,7 +267,8 @@ def one_run(work: Path, index: int, seed: int, seconds: float) -> Result:
                 os.kill(launch.pid, signal.SIGKILL)
         result.restarts_by_agent += launch.said().count("samestep: restart ")
         result.differences += orphans(launch)
-        if launch.code not in (0, 3, -signal.SIGKILL):
+        # 143: SIGTERM before any worker had begun, which the command line turns into 0.
+        if launch.code not in (0, 3, 143, -signal.SIGKILL):
             result.differences.append(f"launch ended with {launch.code}: {launch.said()[-1500:]}")
     result.seconds = round(time.monotonic() - began, 1)
     result.differences += compare(run, reference(work, mode, fixed), real)
