@@ -261,11 +261,12 @@ def test_a_killed_worker_is_named(embeddings, tmp_path, started):
     assert all(is_gone(pid) for pid in workers)
 
 
-def test_ctrl_c_is_short(embeddings, tmp_path, started):
+def test_ctrl_c_saves_and_ends_well(embeddings, tmp_path, started):
     running, workers = start_long_run(embeddings, tmp_path / "run", started)
     os.killpg(running.pid, signal.SIGINT)
     _, said = running.communicate(timeout=60)
-    assert running.returncode == 130, said
-    assert "stopped by Ctrl-C" in said
+    assert running.returncode == 0, said
+    assert "of 1000000 steps; go on with --resume" in said
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert "Traceback" not in said
     assert all(is_gone(pid) for pid in workers)

@@ -174,7 +174,7 @@ class Guard:
         self._beat = time.monotonic()
         if self._timeout is not None and self._restore:
             # In case that the thread cannot act, because C++ holds the interpreter: an alarm that needs no Python.
-            signal.setitimer(signal.ITIMER_REAL, self._timeout + 1.0)
+            _set_alarm(self._timeout + 1.0)
 
     def write_stacks_to(self, path: Path) -> None:
         """Let stacks go to a file, if it can be written, rather than to standard error; an empty one is removed."""
@@ -207,9 +207,12 @@ class Guard:
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._restore.append(lambda: signal.set_wakeup_fd(wakeup))
         if self._timeout is not None:
+            left, start = signal.getitimer(signal.ITIMER_REAL)[0], time.monotonic()
             faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
             self._restore.append(lambda: faulthandler.unregister(signal.SIGALRM))
-            self._restore.append(lambda: signal.setitimer(signal.ITIMER_REAL, 0))
+            self._restore.append(
+                lambda: _set_alarm(max(left - time.monotonic() + start, 0.01) if left else 0.0)
+            )
         thread = threading.Thread(target=self._listen, args=(reader,), name="samestep-guard", daemon=True)
         thread.start()
 
@@ -283,6 +286,10 @@ class _GuardedPool:
 
 def _do_nothing(number: int, frame: Any) -> None:
     """Stand for a handler: Python writes the signal's number into the pipe by itself."""
+
+
+def _set_alarm(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _setter(number: signal.Signals, before: Any) -> Callable[[], Any]:
