@@ -17,7 +17,7 @@ from samestep import launch, reduce
 from samestep.errors import SpecError
 from samestep.group import Group
 from samestep.pooling import alone
-from samestep.recipes.image_classification import data, idx
+from samestep.recipes.image_classification import data, idx, models
 from samestep.recipes.image_classification.augment import Augment
 from samestep.recipes.image_classification.source import as_images
 from samestep.recipes.image_classification.spec import Spec
@@ -111,6 +111,15 @@ def test_every_form_gives_the_same_samples(tmp_path: Path) -> None:
         assert rows.items() <= wanted.items(), form
         assert found.train.images.shape == (1, 4, 5), form
     assert len(read(data=str(folder)).test) == len(read(data=str(tmp_path / "keras.npz")).test) == 4
+
+
+def test_grey_images_have_plain_strides_and_so_have_their_gradients() -> None:
+    # DDP warns on every worker of gradients with other strides than their weights.
+    images, _ = read().train[list(range(32))]
+    assert images.stride() == (64, 64, 8, 1)
+    model = models.resnet((1, 8, 8), 10)
+    model(images).square().sum().backward()
+    assert all(p.grad.stride() == p.stride() for p in model.parameters())
 
 
 def test_test_data_win_and_their_classes_are_known(tmp_path: Path) -> None:

@@ -48,13 +48,6 @@ def test_a_block_begins_as_its_shortcut_and_the_head_narrow() -> None:
     assert convolutions[1].weight.std().item() == pytest.approx((2 / (9 * 8)) ** 0.5, rel=0.2)
 
 
-def test_gradients_have_the_strides_of_their_weights() -> None:
-    # DDP warns on every worker where they have not, as torch's convolutions of one channel return them.
-    model = models.resnet((1, 8, 8), 10, width=8)
-    model(torch.rand(4, 1, 8, 8)).sum().backward()
-    assert all(p.grad.stride() == p.stride() for p in model.parameters())
-
-
 def test_group_norm_takes_each_sample_by_itself_and_batch_norm_does_not() -> None:
     pixels = torch.randint(256, (6, 1, 8, 8), dtype=torch.uint8)
     for norm, alone in (("group", True), ("batch", False)):

@@ -164,17 +164,6 @@ def loss_sums(
     return loss, len(labels), {"accuracy": (scores.argmax(1) == labels).sum()}
 
 
-class _Convolution(nn.Conv2d):
-    """A convolution whose gradient has the strides of its weight.
-
-    For a single input channel torch's kernels return other strides, of which DDP warns on every worker. Flattened
-    and brought back, the gradient gets the plain ones.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.weight.flatten(1).view(self.weight.shape), None)
-
-
 class _Block(nn.Module):
     """Two convolutions beside a shortcut, which leaves out pixels and adds empty channels where shapes change."""
 
@@ -194,7 +183,7 @@ class _Block(nn.Module):
 
 
 def _convolution(n_in: int, n_out: int, stride: int = 1) -> nn.Conv2d:
-    convolution = _Convolution(n_in, n_out, 3, stride, padding=1, bias=False)
+    convolution = nn.Conv2d(n_in, n_out, 3, stride, padding=1, bias=False)
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return convolution
 

@@ -117,7 +117,8 @@ def as_images(path: str | Path, array: NDArray[Any], member: str = "") -> ArrayI
         (3, 8, 8)
     """
     if array.ndim == 3:
-        array = array[:, None]
+        # Not array[:, None]: its new axis has stride 0, from which torch concludes that channels stand last.
+        array = array.reshape(len(array), 1, *array.shape[1:])
     elif array.ndim == 4 and array.shape[3] in (1, 3, 4):
         array = array.transpose(0, 3, 1, 2)
     elif array.ndim != 4 or array.shape[1] not in (1, 3, 4):
