@@ -112,7 +112,7 @@ def _make_agent(
 
     # torch's own log repeats, at length, what is said below in one line; each of its modules has its own level.
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     parameters = RendezvousParameters(
         backend="c10d",
