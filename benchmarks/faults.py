@@ -275,6 +275,34 @@ def one_run(work: Path, index: int, seed: int, seconds: float) -> Result:
     return result
 
 
+def matrix(work: Path) -> list[Result]:
+    """Stop a run on a workers and finish it on b, for all a and b of 1 to 4."""
+    results = []
+    for a in range(1, 5):
+        begun = work / f"begun-on-{a}"
+        finish(Launch(begun, [*arguments_of(work, begun, "exact", False), "--stop-after", "17"], a, 0, False))
+        for b in range(1, 5):
+            run = work / f"moved-{a}-{b}"
+            shutil.copytree(begun, run)
+            shutil.copy(begun.with_suffix(".samples"), run.with_suffix(".samples"))
+            start = time.monotonic()
+            result = Result(len(results), "exact", False, world_sizes=[a, b])
+            finish(Launch(run, arguments_of(work, run, "exact", True), b, 0, False))
+            result.differences = compare(run, reference(work, "exact", 2), False)
+            result.seconds = round(time.monotonic() - start, 1)
+            results.append(result)
+            print(f"{a} -> {b}:", result.differences or "identical", flush=True)
+    return results
+
+
+def finish(launch: Launch) -> None:
+    while launch.poll() is None:
+        launch.workers()
+        time.sleep(0.01)
+    if launch.code:
+        raise SystemExit(f"a run failed:\n{launch.said()}")
+
+
 def orphans(launch: Launch) -> list[str]:
     deadline = time.monotonic() + 5.0
     left = set(launch.seen)
@@ -297,12 +325,7 @@ def reference(work: Path, mode: str, world_size: int) -> Path:
     run = work / f"reference-{mode}-{world_size}"
     if not (run / "manifest.json").exists():
         shutil.rmtree(run, ignore_errors=True)
-        launch = Launch(run, arguments_of(work, run, mode, False), world_size, 0, False)
-        while launch.poll() is None:
-            launch.workers()
-            time.sleep(0.01)
-        if launch.code:
-            raise SystemExit(f"the undisturbed run failed:\n{launch.said()}")
+        finish(Launch(run, arguments_of(work, run, mode, False), world_size, 0, False))
     return run
 
 
@@ -372,7 +395,8 @@ def write(path: Path, results: list[dict[str, Any]], arguments: argparse.Namespa
 
     good = [row for row in results if not row["differences"]]
     content = {
-        "command": f"python benchmarks/faults.py --runs {arguments.runs} --seed {arguments.seed}",
+        "command": "python benchmarks/faults.py "
+        + ("--matrix" if arguments.matrix else f"--runs {arguments.runs} --seed {arguments.seed}"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -394,6 +418,9 @@ def main() -> None:
         "--first", type=int, default=0, help="number of the first run, to go on with a campaign"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--matrix", action="store_true", help="move runs from every a to every b of 1 to 4 workers"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument(
         "--work", type=Path, default=None, help="folder to work in; a temporary one by default"
@@ -408,6 +435,11 @@ def main() -> None:
     work = arguments.work or Path(tempfile.mkdtemp(prefix="samestep-faults-"))
     work.mkdir(parents=True, exist_ok=True)
     make_items(work / "items.npy")
+    if arguments.matrix:
+        moved = matrix(work)
+        if arguments.out is not None:
+            write(arguments.out, [asdict(result) for result in moved], arguments)
+        raise SystemExit(1 if any(result.differences for result in moved) else 0)
     results = []
     if arguments.out is not None and arguments.out.exists():
         results = [
