@@ -28,7 +28,10 @@ ROUNDING = 2e-6
 
 def work(group: Group, out: Path) -> dict[str, Any]:
     """Adopt the process group of `launch`, as Accelerate does with one that it finds."""
-    os.environ.update(RANK=str(group.rank), WORLD_SIZE=str(group.world_size), LOCAL_RANK=str(group.rank))
+    rank, size = str(group.rank), str(group.world_size)
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1"
+    )
     import accelerate_jobs
 
     return accelerate_jobs.find(accelerate_jobs.CASES, CASES, out)
@@ -115,15 +118,8 @@ def test_a_single_process_trains_the_same(tmp_path):
 def test_hundreds_of_good_steps_under_accelerate_launch_raise_no_alarm(tmp_path):
     # On a machine without GPUs, several processes are what accelerate calls multi_gpu, with cpu=True in the script.
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += [
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        "0",
-    ]
-    found = run(command, JOBS, tmp_path, 2, ["long"])
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    found = run([*command, "--main_process_port", "0"], JOBS, tmp_path, 2, ["long", "exact_mean", "planted"])
     assert found[0]["long"]["digest"] == found[1]["long"]["digest"]
+    assert off(found[0]["exact_mean"]) < ROUNDING
+    assert raised(found, "planted")["name"] == "0.weight"

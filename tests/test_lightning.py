@@ -6,9 +6,6 @@ import. Right values are re-derived here: one process, float64, the same global 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
