@@ -1,4 +1,4 @@
-"""A run that is stopped, restarted or short of disk: what it says and leaves, and that it ends with the same bits."""
+"""A run that is stopped, restarted or short of disk: what it says and leaves, and that its bits are the same."""
 
 import contextlib
 import json
