@@ -188,6 +188,9 @@ def _work(spec: Any, way: _Way) -> None:
             except Stopped as stopped:
                 if group.is_main:
                     print(f"samestep: {stopped}", file=sys.stderr)
+            if guard.stopping:
+                group.barrier()
+                group.close()  # from here on every worker ends for itself
             _leave(guard)
 
 
