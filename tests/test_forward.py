@@ -73,7 +73,8 @@ def test_pieces_add_up():
             lambda m, s: ((m.weight * s.batch).sum(), s.n_samples, {"n": s.n_samples}), 0
         )
         assert pending is not None
-        work._gradients.finish(pending, lambda x: x, 9.0)
+        work._gradients.finish(pending, lambda x: x)
+        work._gradients.settle(9.0)
         found.extend([[(row.count, row.loss, row.sums) for row in rows], model.weight.grad.tolist()])
     assert whole == cut
 

@@ -41,7 +41,8 @@ def test_the_sum_is_that_of_the_tree_to_the_bit(n_shards, dtype):
             loss.backward()
             gradients.keep()
         else:
-            gradients.finish(loss, lambda x: x, 7.0)
+            gradients.finish(loss, lambda x: x)
+            gradients.settle(7.0)
     for index, parameter in enumerate(model.parameters()):
         right = tree_fold([grads[index].to(wide) for grads in each]) / 7.0
         assert torch.equal(parameter.grad, right.to(dtype))
@@ -55,10 +56,10 @@ def test_it_keeps_at_most_log2_of_the_shards_plus_one(n_shards):
     for loss in losses(model, n_shards, torch.float32):
         loss.backward()
         gradients.keep()
-        deepest = max(deepest, len(gradients._stack))
+        deepest = max(deepest, len(gradients._partials))
         assert all(parameter.grad is None for parameter in model.parameters())
     assert deepest <= math.floor(math.log2(n_shards)) + 1
-    assert len(gradients._stack) == 1
+    assert len(gradients._partials) == 1
 
 
 def test_a_shard_without_samples_adds_nothing():
@@ -69,7 +70,8 @@ def test_a_shard_without_samples_adds_nothing():
     gradients.keep()
     first.backward()
     gradients.keep()
-    gradients.finish(None, lambda x: x, 1.0)
+    gradients.finish(None, lambda x: x)
+    gradients.settle(1.0)
     assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), right))
 
 
@@ -80,6 +82,7 @@ def test_a_sparse_gradient_that_comes_by_surprise_is_refused():
     gradients.begin()
     loss = nn.functional.embedding(torch.tensor([1]), model.table, sparse=True).sum()
     with pytest.raises(SpecError, match="sparse"):
-        gradients.finish(loss, lambda x: x, 1.0)
+        gradients.finish(loss, lambda x: x)
+        gradients.settle(1.0)
     assert sparse_parameters(model) == []
     assert len(sparse_parameters(nn.EmbeddingBag(3, 2, sparse=True))) == 1

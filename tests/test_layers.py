@@ -12,6 +12,7 @@ LAYERS = [
     ["errors"],
     # pure: what they need of other workers is passed in
     [
+        "native",
         "pooling",
         "schedules",
         "momentum",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 import weakref
 from typing import Any
@@ -308,14 +309,17 @@ def changed_model(group: Group) -> dict[str, Any]:
     def cast(m: nn.Module) -> None:
         m.c.double()
 
+    def freeze(m: nn.Module) -> None:
+        m.b.weight.requires_grad_(False)
+
     found = {}
-    for change in (unfreeze, replace, swap, add, fill, cast):
+    for change in (unfreeze, freeze, replace, swap, add, fill, cast):
         model = net()
         model.register_parameter("late", None)
         model.b.bias.requires_grad_(False)
         step = make(group, model)
         step.train_step(mine(group), squares)
-        if group.rank == group.world_size - 1:  # on one worker only: all raise
+        if group.rank == group.world_size - 1 or change is cast:  # on one worker only: all raise
             change(model)
         found[change.__name__] = outcome(lambda s=step: s.train_step(mine(group), squares))
     return found
@@ -610,6 +614,7 @@ def test_a_changed_model_is_refused_on_all_workers(found):
     result = same(found, "changed_model")
     words = {
         "unfreeze": "`b.bias` was unfrozen",
+        "freeze": "`b.weight` was frozen",
         "replace": "`a.weight` was replaced",
         "swap": "was added, removed or replaced",
         "add": "was added, removed or replaced",
@@ -721,6 +726,23 @@ def test_a_failing_last_backward_ends_the_job_with_its_traceback():
     assert time.monotonic() - since < 60
 
 
+def cast_alone(group: Group) -> None:
+    model = net()
+    step = make(group, model)
+    step.train_step(mine(group), squares)
+    if group.rank == 1:
+        model.double()
+    step.train_step(mine(group), squares)
+
+
+def test_a_model_that_is_cast_on_one_worker_ends_the_job_and_says_so():
+    """Its share of DDP's memory was cast with it, so it cannot even take part in the backward of the others."""
+    since = time.monotonic()
+    with pytest.raises((WorkerError, SpecError), match="was moved from torch"):
+        launch.run(cast_alone, 2, timeout_seconds=100)
+    assert time.monotonic() - since < 60
+
+
 def test_errors_carry_the_step():
     group = Group.single()
     step = make(group, net())
@@ -728,7 +750,41 @@ def test_errors_carry_the_step():
     with pytest.raises(AgreementError) as caught:
         step.train_step(mine(group), _break_last)
     assert caught.value.step == 7
-    assert step.state_dict() == {"step": 7}
+    assert step.state_dict()["step"] == 7
+
+
+def test_another_environment_is_named_before_the_first_step():
+    group = Group.single()
+    step = make(group, net(), mode="exact")
+    state = json.loads(json.dumps(step.state_dict()))
+    make(group, net(), mode="exact").load_state_dict(state)  # the same: no word
+    state["environment"] |= {"threads": "7", "device": "another"}
+    with pytest.warns(UserWarning, match="its bits may change") as caught:
+        step.load_state_dict({**state, "step": 3})
+    assert step.step == 3
+    words = sorted(str(each.message).split(": ", 1)[1] for each in caught)
+    assert words == [
+        "device: another then, cpu now",
+        f"intra-op threads: 7 then, {torch.get_num_threads()} now",
+    ]
+
+
+def test_fast_mode_goes_on_with_the_bits_of_a_run_that_was_not_stopped():
+    """Counts change from step to step; what a step expects is part of the state."""
+    group = Group.single()
+    digests = []
+    for stop in (None, 2):
+        model = net()
+        step = make(group, model)
+        for i in range(4):
+            if i == stop:
+                state, weights = step.state_dict(), step.optimizer.state_dict()
+                step = make(group, model)
+                step.load_state_dict(state)
+                step.optimizer.load_state_dict(weights)
+            step.train_step(mine(group, [6, 3 + i, 2, 1], i), squares)
+        digests.append(state_digest(model, step.optimizer))
+    assert digests[0] == digests[1]
 
 
 def test_a_loader_with_fewer_samples_than_shards_is_refused():

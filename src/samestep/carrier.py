@@ -24,6 +24,8 @@ __all__ = ["Carrier", "sparse_parameters"]
 class Carrier:
     """DDP around a model, for the backward of a loss that is computed outside.
 
+    Without a comm hook the backward leaves the mean over workers in ``.grad``, as torch's DDP does.
+
     Args:
         model: plain module; with the wrapping its parameters and buffers become those of rank 0.
         parameters: its trainable parameters.
@@ -40,6 +42,7 @@ class Carrier:
         # DDP wants a gradient from a parameter that it knows as sparse; an empty one adds nothing.
         self._nothing = [_empty(p) if id(p) in sparse else None for p in parameters]
         self._parameters = parameters
+        self._edges = [torch.autograd.graph.get_gradient_edge(p) for p in parameters]
         known = inspect.signature(DistributedDataParallel.__init__).parameters
         quiet = "forward_sync_buffers" in known  # torch 2.13 renamed the option
         options: dict[str, Any] = {"forward_sync_buffers" if quiet else "broadcast_buffers": False}
@@ -58,10 +61,60 @@ class Carrier:
         """Attach the comm hook."""
         self._ddp.register_comm_hook(state, hook)
 
-    def carry(self, loss: Tensor) -> Tensor:
-        """Return the loss; its backward reaches every parameter and runs the comm hook once per bucket."""
-        carried: Tensor = self._ddp(_Touch.apply(self._nothing, loss, *self._parameters))  # type: ignore[no-untyped-call]
-        return carried
+    def settle_buckets(self) -> None:
+        """Let DDP settle its buckets now, in the reverse order of the parameters, as it does at the start.
+
+        Left alone, it does so after its first backward, and in the order of that: a run that goes on from a
+        checkpoint would add the gradients of its first step in another order than the undisturbed run, with other
+        last bits. Twice: the first backward in new buckets divides by the number of workers in another way, too.
+
+        Collective: all ranks of the group.
+        """
+        for _ in range(2):
+            loss = self._nought()
+            for nothing, parameter in zip(self._nothing, self._parameters):
+                loss = _Touch.apply([nothing], loss, parameter)  # type: ignore[no-untyped-call]
+            self._ddp(loss).backward()
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def backward(self, loss: Tensor | None, scale: Callable[[Tensor], Tensor]) -> None:
+        """Run the backward of a loss; it reaches every parameter and communicates once per bucket.
+
+        Args:
+            loss: None for a worker that has none.
+            scale: applied to it before.
+
+        Collective: all ranks of the group.
+        """
+        last = self._nought() if loss is None else loss
+        carried = self._ddp(_Touch.apply(self._nothing, last, *self._parameters))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(scale(carried))
+
+    def take_part(self) -> None:
+        """Add nothing of use to the backward of the others, whatever has become of this worker's model.
+
+        Parameters that were frozen after the wrapping are no longer tied to DDP by a graph that could be built now;
+        so the backward starts where their gradients would have arrived.
+
+        Collective: all ranks of the group.
+        """
+        frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            carried = self._ddp(self._nought())
+            nothing = [
+                torch.zeros_like(parameter) if sparse is None else sparse
+                for parameter, sparse in zip(self._parameters, self._nothing)
+            ]
+            torch.autograd.backward([carried, *self._edges], [torch.zeros_like(carried), *nothing])
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    def _nought(self) -> Tensor:
+        return torch.zeros((), device=self._parameters[0].device, requires_grad=True)
 
 
 class _Passing(nn.Module):

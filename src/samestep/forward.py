@@ -92,7 +92,10 @@ class ShardRunner:
             self._shards = list(shards)
             self._check_number(len(self._shards))
 
-        return _attempt(take)
+        failure = _attempt(take)
+        if failure is not None and self._watch.moved:
+            return Failure(failure.text, is_spec=True, is_away=True)
+        return failure
 
     def run(self, loss_fn: LossFn, step: int) -> tuple[list[Row], Tensor | None, Failure | None]:
         """Run all shards, with the backward of all but the last.
@@ -122,9 +125,9 @@ class ShardRunner:
         return rows, pending[0], failure
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss, scaled where there is a GradScaler."""
+        """Return what to run the backward of: the loss, scaled where there is a GradScaler, and weighed."""
         scaler = self._settings.scaler
-        return loss if scaler is None else scaler.scale(loss)
+        return self._gradients.weigh(loss if scaler is None else scaler.scale(loss))
 
     def find_nonfinite(self, loss_fn: LossFn, step: int) -> tuple[int, str]:
         """Run the shards again, one by one, and return (place, name) of the first gradient that is not finite.

@@ -35,7 +35,17 @@ from samestep.group import Group
 from samestep.reduce import gather_parts
 from samestep.tree import Layout, tree_sum
 
-__all__ = ["Hook", "Weights", "beside", "ordered_mean", "raised", "register", "weighted", "weighted_mean"]
+__all__ = [
+    "Hook",
+    "Weights",
+    "beside",
+    "finished",
+    "ordered_mean",
+    "raised",
+    "register",
+    "weighted",
+    "weighted_mean",
+]
 
 Hook = Callable[["Weights", dist.GradBucket], "Future[Tensor]"]
 
@@ -246,6 +256,13 @@ def weighted(hook: Callable[[Any, dist.GradBucket], Any], state: Any = None) -> 
     return run
 
 
+def finished(value: Tensor) -> Future[Tensor]:
+    """Return a future that holds `value` already."""
+    future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else None)
+    future.set_result(value)
+    return future
+
+
 def beside(work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
     """Return a finished future of ``work()``, which on CUDA runs on a stream of its own, beside the backward.
 
@@ -254,9 +271,7 @@ def beside(work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
         device: of the bucket.
     """
     if device.type != "cuda":
-        future: Future[Tensor] = torch.futures.Future()
-        future.set_result(work())
-        return future
+        return finished(work())
     stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     later: Future[Tensor] = torch.futures.Future(devices=[device])

@@ -4,9 +4,9 @@
 
     for each shard of this worker:      seed its random stream, start from the step's buffers,
                                         loss_fn -> loss sum, count; backward
-    before the last backward:           counts, loss sums and failures of all workers (`tally`)
-    the last backward:                  sums over workers, one division (`gradients`)
-    then, on every replica alike:       clip, update, scheduler, buffers, audit
+    beside the last backward:           counts, loss sums and failures of all workers (`tally`)
+    the last backward:                  sums over workers (`gradients`)
+    then, on every replica alike:       one division, clip, update, scheduler, buffers, audit
 
 The loop stays the user's::
 
@@ -18,6 +18,7 @@ The loop stays the user's::
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep import streams, watch
+from samestep import environment, streams, watch
 from samestep.buffers import BufferMerge
 from samestep.errors import SamestepError, SpecError
 from samestep.forward import Settings, ShardRunner
@@ -131,7 +132,9 @@ class TrainStep:
         self._clip_norm, self._skip, self._audit = clip_norm, on_nonfinite == "skip", audit
         options = {"mode": mode, "clip_norm": clip_norm, "micro_batch_size": micro_batch_size}
         watch.check(self.model, optimizer, group, shards, {**options, "on_nonfinite": on_nonfinite})
-        self._gradients = GradientSum(self.model, group, mode, shards, find_unused_parameters, bucket_cap_mb)
+        self._gradients = GradientSum(
+            self.model, group, mode, shards, find_unused_parameters, bucket_cap_mb, scaler is not None
+        )
         self._buffers = BufferMerge(self.model, group)
         self._tally = Tally(group)
         block = None if shards is None else shard_range(shards, group.world_size, group.rank)
@@ -164,9 +167,13 @@ class TrainStep:
                 rows, pending, failure = (
                     ([], None, unread) if unread else self._runner.run(loss_fn, self.step)
                 )
-                totals = self._tally.exchange(rows, failure)
+                end_tally = self._tally.begin(rows, failure)
+                if failure is None or not failure.is_away:
+                    # A worker that failed adds nothing: the others, in their backward, learn of it after that.
+                    self._gradients.finish(pending, self._runner.scale, broken=failure is not None)
+                totals = end_tally()
                 self._refuse_empty(totals)
-                self._gradients.finish(pending, self._runner.scale, totals.count)
+                self._gradients.settle(totals.count)
                 norm, fine = self._judge(totals, loss_fn)
         except BaseException as error:
             self._buffers.rewind()
@@ -177,11 +184,24 @@ class TrainStep:
         return self._update(totals, norm, fine)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of applied updates, as JSON data."""
-        return {"step": self.step}
+        """Return, as JSON data, the number of applied updates and what else decides the bits of the next one.
+
+        That is the environment (see `environment.fingerprint`) and, in fast mode, the count that is expected.
+        """
+        more = {} if self._exact else {"expected_count": self._gradients.expected_count}
+        return {"step": self.step, "environment": environment.fingerprint(self._group.device), **more}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the number of applied updates."""
+        """Go to a state; where the environment is another one, warn in words of what may change its bits.
+
+        A count that is not in it only changes the last bits of fast mode.
+        """
+        saved = state.get("environment")
+        for difference in (
+            environment.differences(saved, environment.fingerprint(self._group.device)) if saved else ()
+        ):
+            warnings.warn(f"not as when the state was saved, its bits may change: {difference}", stacklevel=2)
+        self._gradients.expected_count = float(state.get("expected_count", 1.0))
         self.step = int(state["step"])
 
     def _refuse_empty(self, totals: Totals) -> None:
@@ -196,7 +216,7 @@ class TrainStep:
         """Return the gradient's norm and whether to apply it; the same on all workers, as the gradient is."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        norm = float(self._norm())
+        norm = self._gradients.norm()
         fine = math.isfinite(norm) and (self._scaler is not None or math.isfinite(totals.loss))
         if fine or self._scaler is not None or self._skip:
             return norm, fine
@@ -226,7 +246,8 @@ class TrainStep:
     def _update(self, totals: Totals, norm: float, fine: bool) -> StepResult:
         lr = tuple(float(options["lr"]) for options in self.optimizer.param_groups)
         if fine:
-            self._clip(norm)
+            if self._clip_norm is not None and norm > self._clip_norm:
+                self._gradients.clip(self._clip_norm / norm)
             self.optimizer.step()
             self._buffers.merge()
             self.step += 1
@@ -240,23 +261,6 @@ class TrainStep:
             self._audit.after_step(self.step)
         mean = totals.loss / totals.count
         return StepResult(self.step, mean, totals.count, norm, lr, fine, totals.sums)
-
-    def _grads(self) -> list[Tensor]:
-        grads = [p.grad for p in self._gradients.parameters if p.grad is not None]
-        return [g if g.layout == torch.strided else g.coalesce() for g in grads]
-
-    def _norm(self) -> Tensor:
-        values = [g if g.layout == torch.strided else g.values() for g in self._grads()]
-        if self._exact and self._group.device.type == "cuda":
-            # CUDA's sums over a tensor depend on where it begins, and that differs between buckets and world sizes.
-            values = [g if g.data_ptr() % 512 == 0 else g.clone() for g in values]
-        return torch.nn.utils.get_total_norm(values)
-
-    def _clip(self, norm: float) -> None:
-        if self._clip_norm is not None and norm > self._clip_norm:
-            for parameter in self._gradients.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self._clip_norm / norm)
 
 
 def _finite(grad: Tensor | None) -> bool:

@@ -26,9 +26,13 @@ class ModelWatch:
 
     Args:
         model: as it was wrapped.
+
+    Attributes:
+        moved: whether a parameter was found on another device or in another dtype.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.moved = False
         self._modules = [
             (prefix, module, tuple(module._modules.items()), tuple(module._parameters))
             for prefix, module in model.named_modules()
@@ -41,7 +45,10 @@ class ModelWatch:
         ]
 
     def change(self) -> str:
-        """Return in words what has changed since the model was wrapped; empty when nothing has."""
+        """Return in words what has changed since the model was wrapped; empty when nothing has.
+
+        Where a parameter was `moved` to another dtype or device, DDP's own memory may have gone with it.
+        """
         for table, key, parameter, trainable, dtype, device, name in self._places:
             now = table.get(key)
             if now is not parameter:
@@ -51,6 +58,7 @@ class ModelWatch:
             if now.requires_grad != trainable:
                 return f"parameter `{name}` was {'frozen' if trainable else 'unfrozen'}"
             if now.dtype != dtype or now.device != device:
+                self.moved = True
                 return f"parameter `{name}` was moved from {dtype} on {device} to {now.dtype} on {now.device}"
         for prefix, module, children, keys in self._modules:
             if len(module._parameters) != len(keys):
