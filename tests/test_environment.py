@@ -13,6 +13,7 @@ from samestep.environment import differences, fingerprint
 def test_a_fingerprint_is_plain_data_and_repeats():
     found = fingerprint()
     assert found == fingerprint("cpu") == json.loads(json.dumps(found))
+    assert {type(text) for text in found.values()} == {str}  # checkpoints take plain data only
     assert differences(found, found) == []
 
 

@@ -111,7 +111,7 @@ def fingerprint(device: torch.device | str = "cpu") -> dict[str, str]:
     where = torch.device(device)
     found = {
         "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # of a class of its own, which is no plain text
         "torch_commit": str(torch.version.git_version),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
