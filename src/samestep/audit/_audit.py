@@ -44,7 +44,8 @@ class Audit:
         group: the workers.
         every: updates between checks; 0 checks only where `check` is called.
         on_disagreement: "raise", or "log" a warning on the main rank (logger ``samestep.audit``) and go on.
-        log: file that gets one JSON line per check, written by the main rank; its folder is made when needed.
+        log: file that gets one JSON line per check, written by the main rank, its folder made when needed; or a
+            function that gets the record there, and does not fail.
 
     Raises:
         SpecError: when a setting is out of range.
@@ -62,7 +63,7 @@ class Audit:
         group: Group,
         every: int = 100,
         on_disagreement: Literal["raise", "log"] = "raise",
-        log: Path | str | None = None,
+        log: Path | str | Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         if type(every) is not int or every < 0:
             raise SpecError(
@@ -75,7 +76,8 @@ class Audit:
                 name="on_disagreement",
             )
         self.group, self.every = group, every
-        self._records = Records(group, None if log is None else Path(log), on_disagreement == "raise")
+        target = log if log is None or callable(log) else Path(log)
+        self._records = Records(group, target, on_disagreement == "raise")
         self._covers: list[Cover] = []
         self._clocks: list[Clock] = []
         self._samples = Samples()

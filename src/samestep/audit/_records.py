@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ class Records:
 
     Args:
         group: the workers.
-        log: file for one JSON line per check, or None.
+        log: file for one JSON line per check, a function that gets the record on the main rank, or None.
         raises: whether a difference is an error.
     """
 
-    def __init__(self, group: Group, log: Path | None, raises: bool) -> None:
+    def __init__(
+        self, group: Group, log: Path | Callable[[dict[str, Any]], None] | None, raises: bool
+    ) -> None:
         self._group, self._log, self._raises = group, log, raises
 
     def settle(
@@ -52,7 +54,10 @@ class Records:
         return record
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self._log is None:
+        if self._log is None or (callable(self._log) and not self._group.is_main):
+            return
+        if callable(self._log):
+            self._log(record)
             return
         problem = ""
         if self._group.is_main:

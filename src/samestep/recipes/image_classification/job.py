@@ -129,7 +129,7 @@ def _loop(job: _Job, model: models.Classifier, optimizer: torch.optim.Optimizer,
         job.data.train, spec.global_batch_size, spec.shards, group=group, seed=spec.seed, drop_last=spec.drop_last,
         augment=augment, fetch="samples" if augment else "shards", num_workers=spec.loader_processes,
     )  # fmt: skip
-    audit = Audit(group, every=spec.audit_every, log=job.folder.path / "audit.jsonl")
+    audit = Audit(group, every=spec.audit_every, log=partial(job.folder.append, "audit.jsonl"))
     audit.watch(model, optimizer, scheduler=scheduler, loader=loader)
     step = TrainStep(
         model, optimizer, group=group, shards=spec.shards, mode=spec.mode, scheduler=scheduler,

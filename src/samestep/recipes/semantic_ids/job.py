@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
     loader = ShardLoader(
         rows, spec.global_batch_size, spec.shards, group=group, seed=spec.seed, fetch="shards"
     )
-    audit = Audit(group, every=spec.audit_every, log=job.folder.path / "audit.jsonl")
+    audit = Audit(group, every=spec.audit_every, log=partial(job.folder.append, "audit.jsonl"))
     audit.watch(model, optimizer, scheduler=scheduler, loader=loader)
     step = TrainStep(
         model, optimizer, group=group, shards=spec.shards, mode=spec.mode, scheduler=scheduler,
