@@ -198,12 +198,13 @@ def test_a_disk_that_takes_no_checkpoint(items, whole, tmp_path, choice):
         path: path.read_bytes() for path in run.rglob("*") if path.is_file() and "checkpoints" in path.parts
     }
     with files_of_at_most(3000):
-        done = train(items, run, "--resume", settings=[f"on_disk_error={choice}"])
+        done = train(items, run, "--resume", settings=[f"on_disk_error={choice}", "audit_every=1"])
     # In the end the results do not fit either; until then the choice holds.
     assert done.exit_code == 2
     assert done.stderr.count("samestep: ") == 1
     assert "File too large" in done.stderr
     assert ("12/12" in done.stderr) == (choice == "continue")
+    assert ("lines are held back" in done.stderr) == (choice == "continue")  # audits are longer than that
     assert all(path.read_bytes() == content for path, content in files.items())
     assert not (run / "manifest.json").exists()
     done = train(items, run, "--resume")

@@ -119,9 +119,12 @@ def sleeps_for_ever():
 
 
 def test_a_worker_that_hangs_shows_every_rank_where_it_is(tmp_path):
+    (tmp_path / "stacks-rank1.txt").write_text("of an earlier start\n")
     with pytest.raises(WorkerError, match="left with exit code 3"):
         launch.run(one_hangs, 2, tmp_path)
-    assert "in sleeps_for_ever" in (tmp_path / "stacks-rank1.txt").read_text()
+    stack = (tmp_path / "stacks-rank1.txt").read_text()
+    assert stack.startswith("of an earlier start")
+    assert "in sleeps_for_ever" in stack
     assert "in answer" in (tmp_path / "stacks-rank0.txt").read_text()
 
 
