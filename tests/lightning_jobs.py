@@ -184,6 +184,18 @@ def manual(out: Path) -> Any:
     return fit(Module(manual=True), SamestepCallback(audit=2, exact_mean=True), shards=int(WORLD))
 
 
+class Middle(Callback):
+    """Saves after the first micro-batch of the sixth update, in the second epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.saved = path, False
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 5 and not self.saved:
+            self.saved = True
+            trainer.save_checkpoint(self.path)
+
+
 @case
 def resumed(out: Path) -> Any:
     """Stop in the middle of the second epoch, go on from the file, and compare with a run that never stopped."""
@@ -198,11 +210,14 @@ def resumed(out: Path) -> Any:
     torch.manual_seed(99)  # whatever the generators are, they are not those of the first run
     torch.rand(5)
     rest = fit(Module(dropout=0.3), callback(), ckpt_path=str(folder / "step=6.ckpt"))
+    middle = out / "middle.ckpt"
+    fit(Module(dropout=0.3), callback(), Middle(middle), max_steps=7)
+    from_middle = fit(Module(dropout=0.3), callback(), ckpt_path=str(middle))
     folder_end = out / "at_the_end"
     saver = ModelCheckpoint(dirpath=folder_end, every_n_epochs=1, save_top_k=-1, filename="{epoch}")
     fit(Module(dropout=0.3), callback(), saver, epochs=1)
     from_epoch = fit(Module(dropout=0.3), callback(), ckpt_path=str(folder_end / "epoch=0.ckpt"))
-    return {"whole": whole, "rest": rest, "from_epoch": from_epoch}
+    return {"whole": whole, "rest": rest, "from_middle": from_middle, "from_epoch": from_epoch}
 
 
 @case
@@ -303,12 +318,13 @@ def short_last(out: Path) -> Any:
 
 
 @case
-def mid_update(out: Path) -> Any:
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            trainer.save_checkpoint(out / "middle.ckpt")
-
-    return fit(Module(), SamestepCallback(), Save())
+def stopped_by_max_steps(out: Path) -> Any:
+    """Saved after fit: Lightning counts the epoch that was cut short as finished."""
+    module, callback = Module(), SamestepCallback()
+    run = trainer(callback, accumulate_grad_batches=SHARDS // int(WORLD), max_steps=6)
+    run.fit(module, loader(run))
+    run.save_checkpoint(out / "after.ckpt")
+    return fit(Module(), SamestepCallback(), ckpt_path=str(out / "after.ckpt"))
 
 
 @case

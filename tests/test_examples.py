@@ -78,5 +78,6 @@ def test_a_ci_step_compares_a_script(arguments, code):
 
 
 def test_no_example_is_left_untested():
-    text = Path(__file__).read_text()
+    # Those on frameworks are run beside the other tests of their front doors.
+    text = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
     assert all(script.name in text for script in EXAMPLES.glob("*.py"))

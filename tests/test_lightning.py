@@ -47,8 +47,8 @@ SLOW = [
     "padded",
     "other_hook",
     "short_last",
-    "mid_update",
     "no_sync_manual",
+    "stopped_by_max_steps",
     "seed_unused",
     "seed_adam",
     "seed_rate",
@@ -150,7 +150,7 @@ def test_other_numbers_of_workers(tmp_path, n_workers):
 # Resume, initial values -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", ["rest", "from_epoch"])
+@pytest.mark.parametrize("run", ["rest", "from_middle", "from_epoch"])
 def test_a_resume_goes_on_bit_for_bit(fast, run):
     for rank in fast:
         assert rank["resumed"][run]["digest"] == rank["resumed"]["whole"]["digest"]
@@ -208,8 +208,8 @@ def test_refusals(fast, case, fragment):
         ("padded", "51 samples that Lightning's DistributedSampler pads to 52"),
         ("other_hook", "fp16_compress_hook"),
         ("short_last", "3 samples for 4 shards"),
-        ("mid_update", "1 of 2 micro-batches to come"),
         ("no_sync_manual", "under no_sync"),
+        ("stopped_by_max_steps", "max_steps stopped as finished"),
     ],
 )
 def test_further_refusals(slow, case, fragment):

@@ -25,7 +25,7 @@ from samestep import streams
 from samestep.audit import Audit
 from samestep.errors import SpecError
 from samestep.group import Group
-from samestep.lightning._checks import check_loader
+from samestep.lightning._checks import check_loader, check_place
 from samestep.lightning._initialization import Compute, Initialization, as_initialization
 from samestep.lightning._loader import ShardDataLoader
 from samestep.lightning._workers import group_of
@@ -128,7 +128,7 @@ class SamestepCallback(Callback):  # type: ignore[misc]
         check_loader(trainer, pl_module.automatic_optimization, self._exact_mean is not False)
         loader = trainer.train_dataloader
         self._loader = loader if isinstance(loader, ShardDataLoader) else None
-        self._resume()
+        self._resume(trainer)
         if self._initialization is not None:
             self._initialization.run(pl_module, list(trainer.optimizers), self._group)
         if self._audit is not None:
@@ -206,7 +206,7 @@ class SamestepCallback(Callback):  # type: ignore[misc]
             return float(self._exact_mean(batch))
         return count_samples(batch) if self._loader is None else self._loader.n_samples
 
-    def _resume(self) -> None:
+    def _resume(self, trainer: Trainer) -> None:
         saved, self._saved = self._saved, {}
         if saved and saved["seed"] != self._seed:
             raise SpecError(
@@ -214,14 +214,15 @@ class SamestepCallback(Callback):  # type: ignore[misc]
                 "other random numbers: give the same seed.",
                 name="seed",
             )
-        if saved and self._loader is not None and saved["loader"] is not None:
+        if saved and self._loader is not None:
             # Lightning gives a loader its state back in the middle of an epoch, not at the end of one.
             self._loader.load_state_dict(saved["loader"])
+            check_place(trainer, self._loader)
 
     def _close(self) -> None:
         if self._audit is not None:
             self._audit.detach()
         if self._weights is not None:
             self._weights.detach()
-        self._audit = self._weights = self._loader = None
+        self._audit = self._weights = None
         self._batch = None

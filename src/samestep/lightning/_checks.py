@@ -12,7 +12,7 @@ from samestep.errors import SpecError
 from samestep.lightning._loader import ShardDataLoader
 from samestep.sharding import ShardLoader, StreamLoader
 
-__all__ = ["check_loader"]
+__all__ = ["check_loader", "check_place"]
 
 
 def check_loader(trainer: Trainer, is_automatic: bool, exact_mean: bool) -> None:
@@ -37,6 +37,35 @@ def check_loader(trainer: Trainer, is_automatic: bool, exact_mean: bool) -> None
         _check_shards(trainer, loader, is_automatic)
     elif exact_mean and isinstance(loader, DataLoader):
         _check_sampler(loader)
+
+
+def check_place(trainer: Trainer, loader: ShardDataLoader) -> None:
+    """Bring Lightning's place in the epoch to the loader's, or refuse a resume in which they differ.
+
+    A checkpoint in the middle of an update goes on where the update began: Lightning's counters of batches go back
+    to there.
+
+    Args:
+        trainer: in ``fit``, resumed.
+        loader: at the saved position.
+
+    Raises:
+        SpecError: they differ, as after a run that ``max_steps`` stopped: Lightning counts its epoch as finished.
+    """
+    fit_loop = trainer.fit_loop
+    progress = fit_loop.epoch_loop.batch_progress
+    if fit_loop.restarting:
+        for counters in (progress.current, progress.total):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(counters, name, getattr(counters, name) - loader.to_replay)
+    ready = progress.current.ready if fit_loop.restarting else 0
+    if (ready - loader.batches_done) % len(loader):
+        raise SpecError(
+            f"checkpoint: expected batch {loader.batches_done} of the epoch, where the loader is, got {ready} from "
+            "Lightning, which counts an epoch that max_steps stopped as finished. Save while training, by "
+            "ModelCheckpoint(every_n_train_steps=...).",
+            name="ckpt_path",
+        )
 
 
 def _check_shards(trainer: Trainer, loader: ShardDataLoader, is_automatic: bool) -> None:

@@ -40,7 +40,9 @@ class ShardDataLoader:
         self._arguments = (dataset, global_batch_size, shards)
         self._trainer, self._options = trainer, options
         self._loader: ShardLoader | None = None
-        self._left = 0  # shards of the step under way that were not handed out yet
+        self._handed = 0  # shards of an update under way; 0 when all are out
+        self._began = (0, 0)  # epoch and position where that update began
+        self._to_replay = 0
         self._n_samples = 0
 
     @property
@@ -64,6 +66,16 @@ class ShardDataLoader:
         """Samples of the batch that was handed out last."""
         return self._n_samples
 
+    @property
+    def batches_done(self) -> int:
+        """Batches of this epoch that are behind the loaded position; all of them at its end."""
+        return self._steps_done() * self.micro_batches
+
+    @property
+    def to_replay(self) -> int:
+        """Batches of an update that the loaded checkpoint was in the middle of: they come again."""
+        return self._to_replay
+
     def __len__(self) -> int:
         """Return the batches of a whole epoch on this worker."""
         return len(self.loader) * self.micro_batches
@@ -71,38 +83,51 @@ class ShardDataLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches that remain of the epoch; those of the next epoch when none remain."""
         # Lightning knows the length and does not ask for more, so the end of an epoch is noticed at the next one.
-        done = -(-self.loader.samples_consumed // self._arguments[1])
-        n_steps = len(self.loader) - done or len(self.loader)
-        for shards in self.loader.steps(n_steps):
-            for place, shard in enumerate(shards):
-                self._left, self._n_samples = len(shards) - 1 - place, shard.n_samples
+        loader = self.loader
+        steps = loader.steps(len(loader) - self._steps_done() or len(loader))
+        while True:
+            before = (loader.epoch, loader.samples_consumed)
+            shards = next(steps, None)
+            if shards is None:
+                return
+            self._began = before
+            for place, shard in enumerate(shards, 1):
+                self._handed, self._n_samples = place % len(shards), shard.n_samples
                 yield shard.batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON data, the same on every worker.
 
-        Raises:
-            SpecError: in the middle of an update, whose gradients no checkpoint holds.
+        In the middle of an update it is where the update began: no checkpoint holds the gradients so far, so that
+        its micro-batches must come again.
         """
-        if self._left:
-            raise SpecError(
-                f"checkpoint: expected the end of an update, got one with {self._left} of {self.micro_batches} "
-                "micro-batches to come, whose gradients would be lost. Save every so many updates "
-                "(ModelCheckpoint(every_n_train_steps=...)) or at the end of an epoch.",
-                name="state_dict",
-            )
-        return {"format_version": 1, "micro_batches": self.micro_batches, "loader": self.loader.state_dict()}
+        state = self.loader.state_dict()
+        if self._handed:
+            epoch, consumed = self._began
+            state = {**state, "epoch": epoch, "samples_consumed": consumed}
+        return {
+            "format_version": 1,
+            "micro_batches": self.micro_batches,
+            "handed": self._handed,
+            "loader": state,
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go to a saved position.
 
         Args:
-            state: from `state_dict`.
+            state: from `state_dict`; None, from a run without such a loader, is refused.
 
         Raises:
             SpecError: another dataset, batch size, number of shards or seed; or another number of shards per
                 worker, in which Lightning counts its batches.
         """
+        if state is None:
+            raise SpecError(
+                "`train_dataloader`: expected the loader of the checkpoint's run, which was no ShardDataLoader. "
+                "Its place in the data is not known: resume with that one.",
+                name="train_dataloader",
+            )
         if state["micro_batches"] != self.micro_batches:
             raise SpecError(
                 f"`micro_batches`: expected {state['micro_batches']} shards per worker as in the checkpoint, got "
@@ -111,12 +136,15 @@ class ShardDataLoader:
                 name="micro_batches",
             )
         self.loader.load_state_dict(state["loader"])
-        self._left = 0
+        self._handed, self._to_replay = 0, state["handed"]
 
     def close(self) -> None:
         """End the loader processes, if any."""
         if self._loader is not None:
             self._loader.close()
+
+    def _steps_done(self) -> int:
+        return -(-self.loader.samples_consumed // self._arguments[1])
 
     def _check(self, n_samples: int, world_size: int) -> None:
         _, batch, shards = self._arguments
