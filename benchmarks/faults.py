@@ -409,6 +409,33 @@ def write(path: Path, results: list[dict[str, Any]], arguments: argparse.Namespa
         "results": results,
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
+    path.with_suffix(".md").write_text(as_table(content))
+
+
+def as_table(content: dict[str, Any]) -> str:
+    """Return a campaign's figures as a page: how many faults of each kind, and what came of them."""
+    faults = [(row, fault) for row in content["results"] for fault in row["faults"]]
+    moments = sorted({fault["moment"] for _, fault in faults})
+    lines = [
+        f"# {content['identical']} of {content['runs']} runs end with the bits of the undisturbed run",
+        "",
+        f"`{content['command']}`, {content['date']}, {content['machine']}, torch {content['torch']}. "
+        f"{content['launches']} starts by hand, {content['restarts_by_agent']} by the agent; "
+        f"{sum(row['mode'] == 'fast' for row in content['results'])} runs in fast mode, the others in exact mode on "
+        "1 to 4 workers.",
+    ]
+    if faults:
+        lines += ["", f"| faults | {' | '.join(moments)} |", "|---" * (len(moments) + 1) + "|"]
+        for victim in sorted({fault["victim"] for _, fault in faults}):
+            hits = [sum(f["victim"] == victim and f["moment"] == m for _, f in faults) for m in moments]
+            lines.append(f"| {victim} | {' | '.join(map(str, hits))} |")
+    else:
+        moved = [f"{a} to {b}" for a, b in (row["world_sizes"] for row in content["results"])]
+        lines += ["", f"Stopped on a workers, finished on b: {', '.join(moved)}."]
+    lines += [
+        f"- run {row['index']}: {row['differences']}" for row in content["results"] if row["differences"]
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
