@@ -421,8 +421,8 @@ def as_table(content: dict[str, Any]) -> str:
         "",
         f"`{content['command']}`, {content['date']}, {content['machine']}, torch {content['torch']}. "
         f"{content['launches']} starts by hand, {content['restarts_by_agent']} by the agent; "
-        f"{sum(row['mode'] == 'fast' for row in content['results'])} runs in fast mode, the others in exact mode on "
-        "1 to 4 workers.",
+        f"{sum(row['mode'] == 'fast' for row in content['results'])} runs in fast mode, the others in exact mode "
+        "on 1 to 4 workers.",
     ]
     if faults:
         lines += ["", f"| faults | {' | '.join(moments)} |", "|---" * (len(moments) + 1) + "|"]
