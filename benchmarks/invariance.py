@@ -1,8 +1,8 @@
 """300 steps of every kind of job at 1, 2, 3, 4 and 8 workers: one digest each. ``python benchmarks/invariance.py``.
 
-A digest covers parameters, buffers, optimizer state, and the loss, norm, rate and further sums of every step. Results
-are kept in a JSON file, job by job, so that a long campaign may be run in slices (``--jobs``, ``--seconds``); the
-table beside it is written from all that is there.
+A digest covers parameters, buffers, optimizer state, and the loss, norm, rate and further sums of every step.
+Results are kept in a JSON file, job by job, so that a long campaign may be run in slices (``--jobs``,
+``--seconds``); the table beside it is written from all that is there.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from samestep import environment, launch
 from samestep.group import Group
@@ -71,9 +69,9 @@ def table(found: dict[str, Any]) -> str:
         f"# The same bits at any number of workers: {found['steps']} steps, {SHARDS} shards",
         "",
         f"`{found['command']}`, torch {found['environment']['torch']}, gloo, 1 thread per worker, "
-        f"{found['machine']} with {found['environment']['cpu_capability']}, {found['date']}. The first digest is that "
-        "of parameters, buffers and optimizer state, the second that of all logged figures. Equal to one worker's: "
-        "`=`.",
+        f"{found['machine']} with {found['environment']['cpu_capability']}, {found['date']}. The first digest is "
+        "that of parameters, buffers and optimizer state, the second that of all logged figures. Equal to one "
+        "worker's: `=`.",
         "",
         f"| job | {' | '.join(names)} | others | loss, first and last |",
         f"|{'---|' * (len(names) + 3)}",

@@ -7,6 +7,7 @@ worker, figures are medians, ratios are medians of the ratios within a turn.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import statistics
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep import launch, tree
+from samestep import environment, launch, tree
 from samestep.group import Group
 from samestep.reduce import reduce
 from samestep.tree import Layout
@@ -26,31 +27,36 @@ from samestep.tree import Layout
 RESULTS = Path(__file__).parent / "results"
 
 
-def measure(group: Group, megabytes: list[float], repeats: int) -> list[dict[str, Any]]:
+def measure(group: Group, megabytes: list[float], repeats: int, exchange: bool) -> list[dict[str, Any]]:
     layout = Layout.of(group.world_size, group.world_size)
     jobs: dict[str, Callable[[torch.Tensor], Any]] = {
         "all_reduce": lambda flat: dist.all_reduce(flat, group=group.process_group),
         "tree_sum": lambda flat: tree.tree_sum([flat], layout, group),
-        "exchange": lambda flat: tree._exchange([flat], layout, group),
     }
+    if exchange:
+        jobs["exchange"] = lambda flat: tree._exchange([flat], layout, group)
     rows = []
     for size in megabytes:
         flat = torch.ones(int(size * 2**20 / 4))
         turns = []
         for turn in range(repeats + 1):
-            seconds = []
-            for job in jobs.values():
+            found = {}
+            # Each starts a turn as often as the others.
+            for place in sorted(range(len(jobs)), key=lambda place: (place + turn) % len(jobs)):
                 flat.fill_(1.0)
                 group.barrier()
                 start = time.perf_counter()
-                job(flat)
-                seconds.append(time.perf_counter() - start)
+                list(jobs.values())[place](flat)
+                found[place] = time.perf_counter() - start
+            seconds = [found[place] for place in range(len(jobs))]
             if turn:  # the first touches the memory
                 turns.append(reduce(torch.tensor(seconds, dtype=torch.float64), group, "max").tolist())
         row: dict[str, Any] = {"world_size": group.world_size, "megabytes": size}
         for place, name in enumerate(jobs):
+            ratios = sorted(turn[place] / turn[0] for turn in turns)
             row[f"{name}_ms"] = round(1000 * statistics.median(turn[place] for turn in turns), 2)
-            row[f"{name}_ratio"] = round(statistics.median(turn[place] / turn[0] for turn in turns), 3)
+            row[f"{name}_ratio"] = round(statistics.median(ratios), 3)
+            row[f"{name}_quartiles"] = [round(ratios[len(ratios) * q // 4], 3) for q in (1, 3)]
         rows.append(row)
     return rows
 
@@ -60,11 +66,14 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--exchange", action="store_true", help="time the schedule of other backends, too")
     parser.add_argument("--out", type=Path, default=RESULTS / "reduce.json")
     args = parser.parse_args()
     rows = []
     for world_size in args.world_sizes:
-        rows += launch.run(measure, world_size, args.megabytes, args.repeats, timeout_seconds=3600)[0]
+        rows += launch.run(
+            measure, world_size, args.megabytes, args.repeats, args.exchange, timeout_seconds=3600
+        )[0]
         ratios = [row["tree_sum_ratio"] for row in rows if row["world_size"] == world_size]
         print(f"{world_size} workers: median ratio over the sizes {statistics.median(ratios):.3f}")
     for row in rows:
@@ -72,9 +81,9 @@ def main() -> None:
     found = {
         "command": "python benchmarks/reduce.py",
         "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "environment": environment.fingerprint(),
         "backend": "gloo",
-        "threads": 1,
         "repeats": args.repeats,
         "rows": rows,
     }

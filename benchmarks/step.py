@@ -1,12 +1,16 @@
 """What a `TrainStep` costs beside plain torch DDP with the same micro-batches: ``python benchmarks/step.py``.
 
 The contenders take turns, step by step, in the same workers; a step's time is that of the slowest worker. Ratios
-are medians of the ratios within a turn. Memory is what one worker holds at most, in a process of its own.
+are medians of the ratios within a turn. Memory is what one worker holds at most, the model with it, in a process of
+its own. Rows are kept by model and layout, so that a run may be made in slices; table and plot are of all rows.
+
+`hook` is a plain DDP loop with `hooks.weighted_mean`.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import resource
@@ -22,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep import launch
+from samestep import environment, hooks, launch
 from samestep.group import Group
 from samestep.reduce import reduce
 from samestep.sharding import Shard, shard_range
@@ -30,6 +34,7 @@ from samestep.step import TrainStep
 
 RESULTS = Path(__file__).parent / "results"
 CLIP = 1.0
+NAMES = ("DDP", "fast", "exact", "hook")
 
 
 class Transformer(nn.Module):
@@ -81,19 +86,28 @@ def loss_fn(model: nn.Module, shard: Shard) -> tuple[Tensor, int]:
     return loss_sum(model, x, y), y.numel()
 
 
-def contender(group: Group, name: str, model_name: str, n_shards: int) -> Callable[[], None]:
-    """Return a function that takes one step."""
+def contender(
+    group: Group, name: str, model_name: str, n_shards: int, lean: bool = False
+) -> Callable[[], None]:
+    """Return a function that takes one step; `lean` with an optimizer that takes no memory of its own."""
     make, n_samples = MODELS[model_name]
     torch.manual_seed(0)
     model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if lean:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, foreach=False)
     block = shard_range(n_shards, group.world_size, group.rank)
     shards = [Shard(i, torch.arange(n_samples), batch(model, n_samples, i)) for i in block]
-    if name != "DDP":
+    if name in ("fast", "exact"):
         step = TrainStep(model, optimizer, group=group, shards=n_shards, mode=name, clip_norm=CLIP)  # type: ignore[arg-type]
         return lambda: (step.train_step(shards, loss_fn), None)[1]
     count = sum(shard.batch[1].numel() for shard in shards)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if group.world_size > 1 else model
+    weights = (
+        hooks.register(wrapped, hooks.weighted_mean, group)
+        if wrapped is not model and name == "hook"
+        else None
+    )
 
     def plain() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -101,9 +115,11 @@ def contender(group: Group, name: str, model_name: str, n_shards: int) -> Callab
         for shard in shards:
             last = shard is shards[-1] or group.world_size == 1
             with nullcontext() if last else wrapped.no_sync():
-                loss = (
-                    loss_sum(wrapped, *shard.batch) / count
-                )  # right, since all workers hold as many samples
+                loss = loss_sum(wrapped, *shard.batch)
+                if weights is None:
+                    loss = loss / count  # right, since all workers hold as many samples
+                else:
+                    weights.add(shard.batch[1].numel())
                 loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -112,43 +128,83 @@ def contender(group: Group, name: str, model_name: str, n_shards: int) -> Callab
     return plain
 
 
-def times(group: Group, model_name: str, n_shards: int, repeats: int, warm: int = 3) -> dict[str, Any]:
-    jobs = {name: contender(group, name, model_name, n_shards) for name in ("DDP", "fast", "exact")}
-    turns = []
-    for turn in range(repeats + warm):
-        seconds = []
-        # Each starts a turn as often as the others: what ran before leaves its traces in the caches.
-        order = sorted(range(3), key=lambda place: (place + turn) % 3)
+def times(group: Group, model_name: str, n_shards: int, budget: float, warm: int = 3) -> dict[str, Any]:
+    names = NAMES if group.world_size > 1 else NAMES[:3]
+    jobs = [contender(group, name, model_name, n_shards) for name in names]
+    turns: list[list[float]] = []
+    spent = 0.0
+    while len(turns) < warm + 5 or (spent < budget and len(turns) < 200):
         found = {}
-        for place in order:
-            job = list(jobs.values())[place]
+        # Each starts a turn as often as the others: what ran before leaves its traces in the caches.
+        for place in sorted(range(len(jobs)), key=lambda place: (place + len(turns)) % len(jobs)):
             group.barrier()
             start = time.perf_counter()
-            job()
+            jobs[place]()
             found[place] = time.perf_counter() - start
-        seconds = [found[place] for place in range(3)]
-        if turn >= warm:
-            turns.append(reduce(torch.tensor(seconds, dtype=torch.float64), group, "max").tolist())
+        seconds = torch.tensor([found[place] for place in range(len(jobs))], dtype=torch.float64)
+        turns.append(reduce(seconds, group, "max").tolist())
+        spent += sum(turns[-1])
+    turns = turns[warm:]
     row: dict[str, Any] = {
         "model": model_name,
         "parameters": sum(p.numel() for p in MODELS[model_name][0]().parameters()),
         "world_size": group.world_size,
         "shards": n_shards,
+        "turns": len(turns),
     }
-    for place, name in enumerate(jobs):
+    for place, name in enumerate(names):
         row[f"{name}_ms"] = round(1000 * statistics.median(turn[place] for turn in turns), 2)
-    for place, name in ((1, "fast"), (2, "exact")):
-        row[f"{name}_ratio"] = round(statistics.median(turn[place] / turn[0] for turn in turns), 3)
+        if place:
+            ratios = sorted(turn[place] / turn[0] for turn in turns)
+            row[f"{name}_ratio"] = round(statistics.median(ratios), 3)
+            row[f"{name}_quartiles"] = [round(ratios[len(ratios) * q // 4], 3) for q in (1, 3)]
     return row
 
 
 def memory(group: Group, name: str, model_name: str, n_shards: int) -> float:
-    """Return the peak of this worker in MB, beyond what it had before the first step."""
-    step = contender(group, name, model_name, n_shards)
+    """Return the peak of this worker in bytes per byte of parameters, beyond what it had before the first step."""
+    size = sum(p.nbytes for p in MODELS[model_name][0]().parameters())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step = contender(group, name, model_name, n_shards, lean=True)
     for _ in range(2):
         step()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / size
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [
+        "# What a step costs beside plain torch DDP with the same micro-batches",
+        "",
+        f"`{found['command']}`, torch {found['environment']['torch']}, gloo, 1 thread per worker, "
+        f"{found['machine']} with {found['environment']['cpu_capability']}, {found['date']}. Time: medians of the "
+        "ratios within a turn, and their quartiles. Memory: peak over the parameters' bytes; DDP's own (with the "
+        "model), and what is held beyond it. `hook` is plain DDP with `hooks.weighted_mean`.",
+        "",
+        "| model | parameters | N | S | turns | DDP, ms | fast | exact | hook | memory of DDP | fast | exact |",
+        f"|{'---|' * 12}",
+    ]
+    for row in found["rows"]:
+        cells = [
+            row["model"],
+            f"{row['parameters']:,}",
+            row["world_size"],
+            row["shards"],
+            row["turns"],
+            row["DDP_ms"],
+        ]
+        for name in NAMES[1:]:
+            low, high = row.get(f"{name}_quartiles", (0, 0))
+            cells.append(
+                f"{row[f'{name}_ratio']:.3f} ({low:.2f}-{high:.2f})" if f"{name}_ratio" in row else ""
+            )
+        peaks = row.get("memory")
+        cells += (
+            [f"{peaks['DDP']:.2f}", *(f"{peaks[n] - peaks['DDP']:+.2f}" for n in ("fast", "exact"))]
+            if peaks
+            else [""] * 3
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -157,51 +213,62 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 4))
-    labels = [f"{row['model']}\nN={row['world_size']} S={row['shards']}" for row in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
+    measured = [row for row in rows if "memory" in row]
+    for axes, chosen in ((left, rows), (right, measured)):
+        labels = [f"{row['model']}\nN={row['world_size']} S={row['shards']}" for row in chosen]
+        axes.set_xticks(range(len(chosen)), labels, fontsize=6, rotation=60)
     for shift, name in ((-0.2, "fast"), (0.2, "exact")):
-        axes.bar(
+        left.bar(
             [i + shift for i in range(len(rows))], [row[f"{name}_ratio"] for row in rows], 0.4, label=name
         )
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(rows)), labels, fontsize=6, rotation=45)
-    axes.set_ylabel("step time / plain DDP")
-    axes.legend()
+        beyond = [row["memory"][name] - row["memory"]["DDP"] for row in measured]
+        right.bar([i + shift for i in range(len(measured))], beyond, 0.4, label=name)
+    left.axhline(1.0, color="black", linewidth=0.8)
+    left.set_ylim(0.8)
+    left.set_ylabel("step time / plain DDP")
+    right.axhline(0.0, color="black", linewidth=0.8)
+    right.set_ylabel("peak memory beyond plain DDP / parameters")
+    left.legend()
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--layouts", nargs="+", default=["2,2", "1,8", "2,8", "4,8", "4,4"], help="N,S")
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--seconds", type=float, default=60, help="of each row, beside the warm-up")
+    parser.add_argument("--what", choices=["times", "memory", "both"], default="both")
     parser.add_argument("--out", type=Path, default=RESULTS / "step.json")
     args = parser.parse_args()
-    rows = []
+    found: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
+    rows = {(row["model"], row["world_size"], row["shards"]): row for row in found["rows"]}
     for model in args.models:
         for layout in args.layouts:
             world_size, n_shards = map(int, layout.split(","))
-            row = launch.run(times, world_size, model, n_shards, args.repeats, timeout_seconds=3600)[0]
-            if not args.no_memory:
-                for name in ("DDP", "fast", "exact"):
-                    peaks = launch.run(memory, world_size, name, model, n_shards, timeout_seconds=3600)
-                    row[f"{name}_peak_mb"] = round(max(peaks), 1)
-            rows.append(row)
+            row = rows.setdefault((model, world_size, n_shards), {})
+            if args.what != "memory":
+                row |= launch.run(times, world_size, model, n_shards, args.seconds, timeout_seconds=3600)[0]
+            if args.what != "times":
+                row["memory"] = {
+                    name: round(
+                        max(launch.run(memory, world_size, name, model, n_shards, timeout_seconds=3600)), 3
+                    )
+                    for name in NAMES[:3]
+                }
             print(row, flush=True)
-    found = {
-        "command": "python benchmarks/step.py",
+    found |= {
+        "command": f"python benchmarks/step.py --seconds {args.seconds:g}",
         "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "backend": "gloo",
-        "threads": 1,
-        "repeats": args.repeats,
-        "rows": rows,
+        "date": datetime.date.today().isoformat(),
+        "environment": environment.fingerprint(),
+        "rows": sorted(rows.values(), key=lambda row: (row["parameters"], row["world_size"], row["shards"])),
     }
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    plot(rows, args.out.with_suffix(".png"))
+    args.out.with_suffix(".md").write_text(table(found))
+    plot(found["rows"], args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -45,3 +45,16 @@ def test_the_callers_generators_are_left_alone_even_by_an_error():
     except KeyError:
         pass
     assert generators_digest() == before
+
+
+def test_blocks_may_be_nested():
+    device = torch.device("cpu")
+    before = generators_digest()
+    with streams.preserved(device):
+        streams.seed_all(1)
+        here = generators_digest()
+        with streams.preserved(device):
+            streams.seed_all(2)
+            draw()
+        assert generators_digest() == here
+    assert generators_digest() == before

@@ -87,16 +87,23 @@ class BufferMerge:
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._model, self._group = model, group
-        self._slots = _slots(model)
+        self._slots: list[_Slot] = []
+        self._seen: list[tuple[nn.Module, tuple[str, ...]]] = []  # what the slots were made of
+        self._look()
         self._start: list[Tensor] = []
         self._kept: list[dict[int, Tensor]] = []  # of each shard with samples, what it changed
 
     def begin(self) -> None:
         """Remember the buffers as the step begins."""
         # Modules may register buffers late, in their first forward.
-        self._slots = _slots(self._model)
+        if any(_held(module) != names for module, names in self._seen):
+            self._look()
         self._start = [slot.tensor.clone() for slot in self._slots]
         self._kept = []
+
+    def _look(self) -> None:
+        self._slots = _slots(self._model)
+        self._seen = [(module, _held(module)) for module in self._model.modules()]
 
     def restore(self) -> None:
         """Set the buffers to what they were as the step began."""
@@ -163,6 +170,10 @@ class BufferMerge:
             recompute = getattr(module, "buffers_merged", None)
             if callable(recompute):
                 recompute()
+
+
+def _held(module: nn.Module) -> tuple[str, ...]:
+    return tuple(key for key, tensor in module._buffers.items() if tensor is not None)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -51,8 +51,7 @@ class GradientSum:
     """Collects gradients of loss sums over shards and workers.
 
     Args:
-        model: plain module; its trainable parameters as they are now. With several workers they, and the buffers,
-            become those of rank 0, as in torch's DDP.
+        model: plain module; with several workers its parameters and buffers become those of rank 0.
         group: the workers.
         mode: "exact" adds along the shard tree, "fast" as torch's DDP does.
         n_shards: S; needed by "exact".
@@ -61,7 +60,7 @@ class GradientSum:
         scaled: whether a GradScaler scales the losses.
 
     Attributes:
-        parameters: the trainable ones.
+        parameters: the trainable ones, as they were at the start.
         expected_count: count of the last global batch; fast mode takes it for that of the next.
 
     Collective: all ranks of the group.
@@ -98,12 +97,13 @@ class GradientSum:
             self._partials = PartialSums(self._names, self.parameters, n_shards, block)
         self._under_way: deque[_Sum] = deque()  # sums of buckets, and their memory
         self._landed: list[tuple[Tensor, Tensor]] = []
-        alone = group.world_size == 1
-        self._carrier = None if alone else Carrier(model, self.parameters, group, bucket_cap_mb)
-        if self._carrier is not None and not self._plain:
-            self._carrier.register(weakref.ref(self), _start_sum)
-        elif self._carrier is not None:
-            self._carrier.settle_buckets()
+        self._carrier: Carrier | None = None
+        if group.world_size > 1:
+            self._carrier = Carrier(model, self.parameters, group, bucket_cap_mb)
+            if self._plain:
+                self._carrier.settle_buckets()
+            else:
+                self._carrier.register(weakref.ref(self), _start_sum)
         for index, parameter in enumerate(self.parameters):
             mark = _mark(self._used, index)
             handle = parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
@@ -121,8 +121,7 @@ class GradientSum:
             self._partials.begin()
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """Return what to run the backward of, for a loss sum."""
-        # DDP divides by the number of workers.
+        """Return what to run the backward of, for a loss sum; DDP will divide by the number of workers."""
         return loss * (self._group.world_size / self.expected_count) if self._plain else loss
 
     def between(self) -> None:
@@ -172,7 +171,7 @@ class GradientSum:
         """Leave the mean gradient in ``.grad``.
 
         Args:
-            total: count of the global batch, > 0.
+            total: count of the global batch.
         """
         if self._partials is not None and self._carrier is None:
             self.keep()
@@ -184,7 +183,7 @@ class GradientSum:
         if self._plain or self._carrier is None:
             right = self.expected_count / total if self._plain else 1 / total
             if right != 1.0:
-                _multiply([p.grad for p in self.parameters if p.grad is not None], right)
+                self.multiply(right)
         for summed, flat in self._landed:
             summed.div_(total)
             if summed.data_ptr() != flat.data_ptr():
@@ -217,15 +216,14 @@ class GradientSum:
             self._settle_unused()
         return float(total)
 
-    def clip(self, factor: float) -> None:
-        """Multiply the mean gradient."""
+    def multiply(self, factor: float) -> None:
+        """Multiply the mean gradient, to clip it."""
         _multiply([p.grad for p in self.parameters if p.grad is not None], factor)
 
     def start_sum(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Start the sum of a bucket over workers in its own memory, and return at once.
+        """Start the sum of a bucket over workers in its own memory, and return at once; `finish` waits for it.
 
-        `finish` waits for it. A continuation would, too, but on a thread of gloo's, where Python must not be when
-        the process ends.
+        A continuation would, too, but on a thread of gloo's, where Python must not be when the process ends.
         """
         flat = bucket.buffer()
         if flat.layout != torch.strided:

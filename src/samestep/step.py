@@ -247,7 +247,7 @@ class TrainStep:
         lr = tuple(float(options["lr"]) for options in self.optimizer.param_groups)
         if fine:
             if self._clip_norm is not None and norm > self._clip_norm:
-                self._gradients.clip(self._clip_norm / norm)
+                self._gradients.multiply(self._clip_norm / norm)
             self.optimizer.step()
             self._buffers.merge()
             self.step += 1
