@@ -84,7 +84,8 @@ def _codes(run: Path, spec: SemanticIdsSpec, items: Items) -> NDArray[np.int64]:
     if model is not None:
         return _as_array(model.encode(items.embeddings))
     offset = torch.zeros(dim) if book.offset is None else book.offset
-    return _as_array(codebooks.encode(items.embeddings, codebooks.Codebooks(tuple(book.levels), offset)))
+    books = codebooks.Codebooks(tuple(book.levels), offset, spec.normalize_residuals)
+    return _as_array(codebooks.encode(items.embeddings, books))
 
 
 def _model(run: Path, spec: SemanticIdsSpec) -> RQVAE:

@@ -3,6 +3,7 @@
 ::
 
     rkmeans   read ─ k-means level by level over all workers' rows ─────────────┐
+    rvq       read ─ codebooks that follow mini-batches, level by level ────────┤
     rqvae     read ─ axes and codebooks from all workers' rows ─ train ─ encode ─┴─ resolve ─ measure ─ write
 """
 
@@ -26,7 +27,7 @@ from samestep.pooling import Pool
 from samestep.recipes.display import Display
 from samestep.recipes.folder import RunFolder
 from samestep.recipes.loop import Loop
-from samestep.recipes.semantic_ids import results
+from samestep.recipes.semantic_ids import results, rvq
 from samestep.recipes.semantic_ids.data import Items, read_embeddings
 from samestep.recipes.semantic_ids.initial import compute_axes, compute_codebooks
 from samestep.recipes.semantic_ids.model import RQVAE, loss_sums
@@ -38,7 +39,7 @@ from samestep.sharding import Shard, ShardLoader
 from samestep.step import TrainStep
 from samestep.survive import Guard, Stopped
 
-__all__ = ["run"]
+__all__ = ["optimizer_of", "run"]
 
 _BLOCK_ROWS = 1024
 
@@ -92,7 +93,7 @@ def run(
         f"{spec.recipe} ({spec.kind}): {items.n_total:,} items of {items.dim} dimensions, "
         f"{group.world_size} workers, {spec.shards} shards, mode {spec.mode}"
     )
-    learned = _fit_kmeans(job) if spec.kind == "rkmeans" else _train_rqvae(job, resume)
+    learned = _train_rqvae(job, resume) if spec.kind == "rqvae" else _fit_books(job)
     if learned is not None:
         results.write(spec, folder, group, display, items, learned)
 
@@ -128,26 +129,30 @@ def _check(job: _Job) -> None:
     job.group.agree(not problem, problem, SpecError)
 
 
-def _fit_kmeans(job: _Job) -> results.Learned:
-    spec = job.spec
-    with job.display.stage("k-means", len(spec.n_centroids) * spec.kmeans_iterations):
+def _fit_books(job: _Job) -> results.Learned:
+    spec, part = job.spec, job.part
+    per_level = spec.kmeans_iterations if spec.kind == "rkmeans" else spec.steps
+    with job.display.stage(spec.kind, len(spec.n_centroids) * per_level):
 
-        def show(level: int, iterations: int, inertia: float) -> None:
-            job.display.advance(
-                level * spec.kmeans_iterations + iterations, f"level {level}  inertia {inertia:.5g}"
+        def show(level: int, done: int, inertia: float) -> None:
+            job.display.advance(level * per_level + done, f"level {level}  inertia {inertia:.5g}")
+
+        if spec.kind == "rvq":
+            books = rvq.fit(spec, part, job.pool, show)
+        else:
+            books = codebooks.fit(
+                part.embeddings,
+                spec.n_centroids,
+                max_iterations=spec.kmeans_iterations,
+                seed=spec.seed,
+                pool=job.pool,
+                balanced=spec.balanced,
+                normalize_residuals=spec.normalize_residuals,
+                progress=show,
             )
-
-        books = codebooks.fit(
-            job.part.embeddings,
-            spec.n_centroids,
-            max_iterations=spec.kmeans_iterations,
-            seed=spec.seed,
-            pool=job.pool,
-            balanced=spec.balanced,
-            progress=show,
-        )
-    codes = codebooks.encode(job.part.embeddings, books)
-    return results.Learned(codes, list(books.levels), books.offset, list(books.relative_errors), None)
+    codes = codebooks.encode(part.embeddings, books)
+    errors = list(books.relative_errors) or rvq.relative_errors(part, codes, books, job.pool)
+    return results.Learned(codes, list(books.levels), books.offset, errors, None)
 
 
 def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
@@ -156,7 +161,7 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
     model = RQVAE(job.items.dim, spec.n_centroids, spec.latent_dim, spec.hidden, spec.beta).to(group.device)
     start.mark(model)
     start.mark(model.quantizer)
-    optimizer = _optimizer(spec, model)
+    optimizer = optimizer_of(spec, model)
     scheduler = LRScheduler(optimizer, schedule_of(spec), group=group)
     start.broadcast(model, optimizer, group=group)
     rows = _Rows(job.items.embeddings)
@@ -220,7 +225,13 @@ def _loss(model: nn.Module, shard: Shard) -> tuple[Tensor, int, dict[str, Tensor
     return loss_sums(model, shard.batch)
 
 
-def _optimizer(spec: SemanticIdsSpec, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(spec: SemanticIdsSpec, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that the settings name, at the base LR.
+
+    Args:
+        spec: settings.
+        model: its parameters are updated.
+    """
     if spec.optimizer == "sgd":
         return torch.optim.SGD(
             model.parameters(), lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay

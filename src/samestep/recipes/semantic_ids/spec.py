@@ -24,12 +24,13 @@ class SemanticIdsSpec(RunSpec):
         None, description="column or key of the ids; found when there is one candidate"
     )
     embedding_column: str | None = Field(None, description="column or key of the matrix; found likewise")
-    kind: Literal["rqvae", "rkmeans"] = Field(
-        "rqvae", description="autoencoder with codebooks, or k-means per level"
+    kind: Literal["rqvae", "rkmeans", "rvq"] = Field(
+        "rqvae", description="autoencoder with codebooks, k-means per level, or codebooks that follow batches"
     )
     n_centroids: list[int] = Field([256, 256, 256], min_length=1, description="codes of each level")
     kmeans_iterations: int = Field(25, ge=1, description="passes of k-means per level, at most")
     balanced: bool = Field(False, description="rkmeans: cells of equal size while fitting")
+    normalize_residuals: bool = Field(False, description="rkmeans: divide each level's input by its norm")
     clash_rule: Literal["digit", "count"] = Field(
         "digit", description="how items with the same codes are told apart"
     )
@@ -38,7 +39,7 @@ class SemanticIdsSpec(RunSpec):
         [], description="further files: semantic_ids.npy, .lcrec.json"
     )
 
-    steps: int = Field(400, ge=0, description="applied updates (rqvae)")
+    steps: int = Field(400, ge=0, description="applied updates (rqvae), batches per level (rvq)")
     latent_dim: int = Field(64, ge=1, description="columns of the latents")
     hidden: list[int] = Field([512], description="widths of the encoder's layers; the decoder mirrors them")
     beta: float = Field(0.15, ge=0, description="weight of the commitment error")
@@ -53,6 +54,11 @@ class SemanticIdsSpec(RunSpec):
     def _can_be_made(self) -> Self:
         if any(n < 1 for n in self.n_centroids):
             raise ValueError(f"`n_centroids`: expected at least 1 code per level, got {self.n_centroids}")
+        for name in ("balanced", "normalize_residuals"):
+            if getattr(self, name) and self.kind != "rkmeans":
+                raise ValueError(
+                    f"`{name}`: expected false with kind {self.kind}, got true; it is for rkmeans"
+                )
         if self.kind == "rqvae" and self.warmup_steps > self.steps:
             raise ValueError(
                 f"`warmup_steps`: expected at most steps={self.steps}, got {self.warmup_steps}; shorten the warm-up"
