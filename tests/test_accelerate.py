@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,22 @@ def test_a_single_process_trains_the_same(tmp_path):
     assert off(alone["exact_mean"]) < ROUNDING
     assert off(alone["clipped"], clip=0.5) < ROUNDING
     assert alone["resumed"]["again"] == alone["resumed"]["whole"]
+
+
+@pytest.mark.slow
+def test_the_example_gives_the_weights_of_one_worker(tmp_path):
+    script = Path(__file__).parents[1] / "examples" / "accelerate_exact_mean.py"
+    weights = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        command = [sys.executable, *launcher, str(script)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=170, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "rate at half time 0.050" in done.stdout
+        weights.append(ast.literal_eval(done.stdout.split("weight ")[1]))
+    assert weights[1] == pytest.approx(weights[0], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +96,23 @@ def test_a_bad_count_on_one_worker_is_raised_on_both(found):
 
 def test_a_model_whose_mean_the_trainer_owns_is_refused(found):
     assert "num_items_in_batch" in raised(found, "own_mean")["message"]
+
+
+def test_the_example_runs():
+    script = Path(__file__).parents[1] / "examples" / "hf_trainer_exact_mean.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "updates 12, rate 0.0000" in done.stdout
 
 
 def test_hundreds_of_good_steps_raise_no_alarm(found):

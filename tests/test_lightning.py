@@ -6,6 +6,11 @@ import. Right values are re-derived here: one process, float64, the same global 
 
 from __future__ import annotations
 
+import ast
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -284,8 +289,6 @@ def test_the_seed_function_is_exact_for_every_number_of_workers(tmp_path, n_work
 
 def test_the_seed_function_has_the_originals_signature():
     # Read from the source, since importing Lightning here would take seconds.
-    import ast
-
     source = (Path(kmeans.__file__).parents[1] / "lightning" / "_seed.py").read_text()
     name = "scale_loss_by_world_size_for_initialization_training_loop"
     found = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == name)
@@ -301,6 +304,33 @@ def test_the_seed_function_has_the_originals_signature():
 
 
 # Long, and as users launch it -------------------------------------------------------------------------------
+
+
+def example(name: str, *arguments: str) -> str:
+    """Run an example as its first lines say: Lightning starts the second process."""
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_example_resumes_exactly_and_is_the_same_on_one_worker():
+    one, two = (example("lightning_exact.py", "--workers", n) for n in ("1", "2"))
+    assert "resumed run equal: True" in one
+    assert "resumed run equal: True" in two
+    numbers = [ast.literal_eval(out.split("weights ")[1].splitlines()[0]) for out in (one, two)]
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_new_way_beats_the_old_where_workers_hold_other_items():
+    out = example("grid_residual_quantization.py", "--workers", "2", "--rows", "3000")
+    found = {
+        way: float(re.search(rf"{way}: relative error ([\d.]+)", out)[1]) for way in ("old way", "new way")
+    }
+    assert found["new way"] < found["old way"]
 
 
 @pytest.mark.slow
