@@ -4,7 +4,7 @@
 suffix             holds                                  reading some rows costs
 =================  =====================================  ==========================================
 ``.npy``           one matrix                             those rows (memory-mapped)
-``.npz``           arrays by name                         the whole archive, once
+``.npz``           arrays by name                         those rows, unpacking those before
 ``.parquet``       an id column and a list column         the row groups that hold those rows
 ``.safetensors``   tensors by name                        those rows (memory-mapped)
 ``.pt``, ``.pth``  a tensor, or a dict with tensors       those rows (memory-mapped where torch can)
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from samestep.errors import SpecError
+from samestep.recipes.semantic_ids.archive import Member
 from samestep.recipes.semantic_ids.source import (
     EMBEDDING_NAMES,
     ID_NAMES,
@@ -133,7 +134,8 @@ def _open_npz(path: Path, id_column: str | None, embedding_column: str | None) -
     if not zipfile.is_zipfile(path):
         raise ValueError("it is no zip archive")
     with np.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}
+        names = list(archive.files)
+    arrays = {name: Member(path, name) for name in names}
     return _from_named(path, arrays, id_column, embedding_column)
 
 

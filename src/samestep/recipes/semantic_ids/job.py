@@ -83,7 +83,7 @@ def run(
     """
     display = Display(group.is_main)
     items = _read(spec, group)
-    part = items.part(group.rank, group.world_size)
+    part = items.part(group.rank, group.world_size) if spec.kind == "rqvae" else items
     guard = guard or Guard(group)
     job = _Job(spec, folder, group, display, items, part, guard.pool(pool(group)), stop_after, guard)
     _check(job)
@@ -101,7 +101,11 @@ def run(
 def _read(spec: SemanticIdsSpec, group: Group) -> Items:
     items, problem = None, ""
     try:
-        items = read_embeddings(spec.data, id_column=spec.id_column, embedding_column=spec.embedding_column)
+        # A network's batches come from all rows; the other kinds need the worker's own only.
+        part = (0, 1) if spec.kind == "rqvae" else (group.rank, group.world_size)
+        items = read_embeddings(
+            spec.data, id_column=spec.id_column, embedding_column=spec.embedding_column, part=part
+        )
     except SpecError as error:
         problem = str(error)
     group.agree(items is not None, problem, SpecError)
