@@ -114,7 +114,8 @@ def arguments_of(folder, run):
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_late_and_one_that_is_killed_change_no_bit(tmp_path, places):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_node_that_comes_late_and_one_that_leaves_change_no_bit(tmp_path, places, number):
     faults.make_items(tmp_path / "items.npy")
     whole, run, nodes = tmp_path / "whole", tmp_path / "run", Nodes(tmp_path, places)
     subprocess.run([sys.executable, "-m", "samestep", *arguments_of(tmp_path, whole)], check=True)
@@ -132,12 +133,13 @@ def test_a_node_that_comes_late_and_one_that_is_killed_change_no_bit(tmp_path, p
         alone = faults.steps_logged(run)
         wait(lambda: faults.steps_logged(run) >= alone + 8)
         left = nodes.workers(1)
-        nodes.agents[1].kill()
+        nodes.agents[1].send_signal(number)
         assert nodes.agents[0].wait(timeout=90) == 0, nodes.said(0)
     finally:
         nodes.stop()
     said = nodes.said(0)
     assert "stopped after" in said  # in order, when the second node came
+    assert ("another node was told to stop" in said) == (number == signal.SIGTERM)
     assert said.count("done before") + nodes.said(1).count("done before") >= 2
     assert not [pid for pid in left if faults.alive(pid)]
     assert faults.compare(run, whole, True) == []
