@@ -1,15 +1,18 @@
 """`samestep audit RUN`: agreement, the first difference, damage; on logs that real workers wrote."""
 
+import hashlib
 import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from samestep import launch
 from samestep.audit import Audit
 from samestep.checkpoint import Checkpointer
 from samestep.cli import app
+from samestep.fingerprint import hexdigest
 from samestep.group import Group
 
 
@@ -165,3 +168,32 @@ def test_what_is_no_run_is_one_message(tmp_path):
         assert done.exit_code == 2
         assert done.stderr.count("samestep:") == 1
         assert fragment in done.stderr
+
+
+def test_results_are_held_against_the_manifest(run):
+    levels = [torch.arange(6.0).view(3, 2), torch.ones(3, 2)]
+    tensors = {"b": torch.zeros(3), "a": torch.arange(4)}
+    save_file({f"level_{k}": level for k, level in enumerate(levels)}, run / "codebooks.safetensors")
+    save_file(tensors, run / "model.safetensors")
+    whole = json.dumps({name: hexdigest(t) for name, t in tensors.items()}, sort_keys=True)
+    manifest = json.loads((run / "manifest.json").read_text()) if (run / "manifest.json").exists() else {}
+    manifest |= {
+        "workers": 2,
+        "codebooks": [hexdigest(level) for level in levels],
+        "digest": hashlib.sha256(whole.encode()).hexdigest(),
+    }
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    found = as_data(run)
+    assert found["results"] == ["codebooks.safetensors", "model.safetensors"]
+    assert found["exit_code"] == 0
+    levels[1][2, 1] = 1 + 2**-23  # one bit
+    save_file({f"level_{k}": level for k, level in enumerate(levels)}, run / "codebooks.safetensors")
+    (run / "model.safetensors").unlink()
+    found = as_data(run)
+    assert found["exit_code"] == 2
+    assert [text.split(":")[0] for text in found["problems"]] == [
+        "codebooks.safetensors",
+        "model.safetensors",
+    ]
+    assert "not those of the manifest" in found["problems"][0]
+    assert "is missing" in found["problems"][1]

@@ -14,7 +14,7 @@ import torch
 
 from samestep.errors import GroupError, SpecError
 
-__all__ = ["differences", "fingerprint", "pick_device", "read_env"]
+__all__ = ["backends", "differences", "fingerprint", "pick_device", "read_env"]
 
 # Seen to change bits: ATEN_CPU_CAPABILITY and the oneDNN limits pick other kernels; the CUDA ones other algorithms.
 _VARIABLES = (
@@ -35,6 +35,19 @@ _WORDS = {
     "deterministic": "deterministic algorithms",
     "matmul_precision": "precision of float32 matrix products",
 }
+
+
+def backends() -> dict[str, bool] | None:
+    """Return by which ways this build of torch lets workers talk; None when it was built without any.
+
+    Example:
+        >>> sorted(backends() or {})
+        ['gloo', 'nccl']
+    """
+    ways = torch.distributed
+    if not ways.is_available():
+        return None
+    return {"gloo": ways.is_gloo_available(), "nccl": ways.is_nccl_available()}
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:

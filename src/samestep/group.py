@@ -115,7 +115,7 @@ class Group:
         device: str = "auto",
         timeout_seconds: float = 600.0,
     ) -> Group:
-        """Make torch's default process group over a store that all workers share.
+        """Make torch's default process group over a store that all workers share; None for a group of one.
 
         Raises:
             GroupError: when a worker did not join in time.
@@ -128,7 +128,7 @@ class Group:
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=timeout_seconds)
         try:
-            store = apart(store, rank, world_size, timeout_seconds)
+            store = apart(dist.HashStore() if store is None else store, rank, world_size, timeout_seconds)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except (dist.DistError, RuntimeError) as error:
             raise GroupError(

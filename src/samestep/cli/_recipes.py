@@ -9,7 +9,7 @@ from typing import Any
 
 from samestep.errors import SpecError
 
-__all__ = ["RECIPES", "job_of", "load_settings", "lr_key_of", "outline_of"]
+__all__ = ["RECIPES", "job_of", "load_settings", "lr_key_of", "outline_of", "program_of"]
 
 RECIPES = {
     "image-classification": "samestep.recipes.image_classification",
@@ -61,4 +61,10 @@ def lr_key_of(recipe: str) -> str:
 def outline_of(recipe: str) -> Callable[[Any, Any], Any]:
     """Return the function that says what rates a recipe's settings come to."""
     make: Callable[[Any, Any], Any] = importlib.import_module(f"{RECIPES[recipe]}.schedule").outline
+    return make
+
+
+def program_of(recipe: str) -> Callable[..., Any]:
+    """Return the function that makes one step of a recipe's run for `samestep.explain`."""
+    make: Callable[..., Any] = importlib.import_module(f"{RECIPES[recipe]}.program").program
     return make

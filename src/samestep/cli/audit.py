@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ __all__ = ["audit"]
 
 _LOG = "audit.jsonl"
 _FILES = (_LOG, "manifest.json", "config.yaml")
-_NAMED_LINES = 8
 
 
 def audit(
@@ -36,6 +36,7 @@ def audit(
     with spoken():
         found = _read(run)
         _check_last(run / "checkpoints", found)
+        found.results = _check_results(run, found.problems)
         print(json.dumps(found.to_json()) if as_json else "\n".join(found.lines()))
     raise typer.Exit(found.exit_code)
 
@@ -50,6 +51,7 @@ class _Audited:
         records: of the log, in order.
         problems: what is damaged, in words.
         checkpoint: the newest whole one, None where there is none.
+        results: files whose tensors have the digests of the manifest.
     """
 
     finished: bool = False
@@ -57,6 +59,7 @@ class _Audited:
     records: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     checkpoint: Path | None = None
+    results: list[str] = field(default_factory=list)
 
     @property
     def first(self) -> dict[str, Any] | None:
@@ -82,6 +85,7 @@ class _Audited:
             "first_difference": self.first,
             "left_out": self.left_out(),
             "checkpoint": None if self.checkpoint is None else self.checkpoint.name,
+            "results": self.results,
             "problems": self.problems,
         }
 
@@ -100,6 +104,7 @@ class _Audited:
             found.append(f"not covered, {reason}: {', '.join(names)}")
         if self.checkpoint is not None:
             found.append(f"checkpoint {self.checkpoint.name}: every byte is as it was written")
+        found += [f"{name}: every tensor has the digest of the manifest" for name in self.results]
         return [*found, *(f"problem: {text}" for text in self.problems)]
 
     def _audits(self) -> str:
@@ -162,44 +167,26 @@ def _workers(path: Path, problems: list[str]) -> int | None:
 
 
 def _records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        problems.append(f"{path.name}: cannot be read: {error.strerror or error}.")
-        return []
-    found, damaged = [], []
-    numbered = [(number, line) for number, line in enumerate(raw.split(b"\n"), start=1) if line.strip()]
-    for number, line in numbered:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if _is_record(record):
-            found.append(record)
-        else:
-            damaged.append(number)
-    if damaged:
-        named = ", ".join(map(str, damaged[:_NAMED_LINES])) + (", ..." if len(damaged) > _NAMED_LINES else "")
-        cut = damaged == [numbered[-1][0]] and not raw.endswith(b"\n")
+    from samestep.report import json_lines
+
+    found = json_lines(path, _is_record)
+    if found.problem:
+        problems.append(f"{path.name}: cannot be read: {found.problem}.")
+    if found.damaged:
         advice = (
             "It was cut off in the middle, as by a kill: going on with --resume removes it."
-            if cut
+            if found.cut
             else "The file was changed after it was written: bring a good copy back."
         )
-        where = "line" if len(damaged) == 1 else "lines"
         problems.append(
-            f"{path.name}: expected an audit in each of {len(numbered)} lines, got something else in {where} "
-            f"{named}. {advice}"
+            f"{path.name}: expected an audit in each of {found.n_lines} lines, got something else in "
+            f"{found.where()}. {advice}"
         )
-    return found
+    return found.entries
 
 
-def _is_record(record: object) -> bool:
+def _is_record(record: dict[str, Any]) -> bool:
     """Return whether it has all that an audit writes."""
-    if not isinstance(record, dict):
-        return False
     step, phase = record.get("step"), record.get("phase")
     left_out = record.get("left_out", {})
     if type(step) is not int or step < 0 or not isinstance(phase, str) or not _is_lists(left_out):
@@ -246,3 +233,52 @@ def _check_last(folder: Path, found: _Audited) -> None:
 
 def _damaged(skipped: Found) -> str:
     return f"checkpoint {skipped.path.name}: damaged: {skipped.problem} --resume would pass over it."
+
+
+def _check_results(run: Path, problems: list[str]) -> list[str]:
+    """Compare the tensors that the run ended with with the digests in its manifest; return the files that hold."""
+    try:
+        manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+        levels, whole = manifest.get("codebooks"), manifest.get("digest")
+    except (OSError, ValueError, AttributeError):
+        return []  # a damaged manifest is told already
+    held = []
+    for name, wanted, digest in (
+        ("codebooks.safetensors", levels, _levels),
+        ("model.safetensors", whole, _whole),
+    ):
+        if wanted is None:
+            continue
+        path = run / name
+        try:
+            got = digest(path, wanted)
+        except Exception as error:  # safetensors has no class of its own that is worth its import here
+            text = "is missing" if not path.exists() else f"cannot be read ({type(error).__name__}: {error})"
+            problems.append(f"{name}: {text}, but the manifest has its digests. Bring a good copy back.")
+            continue
+        if got == wanted:
+            held.append(name)
+        else:
+            problems.append(
+                f"{name}: its tensors are not those of the manifest: expected {wanted}, got {got}. The file was "
+                "changed after the run: bring a good copy back."
+            )
+    return held
+
+
+def _levels(path: Path, wanted: list[str]) -> list[str]:
+    from safetensors.torch import load_file
+
+    from samestep.fingerprint import hexdigest
+
+    tensors = load_file(path)
+    return [hexdigest(tensors[f"level_{level}"]) for level in range(len(wanted))]
+
+
+def _whole(path: Path, wanted: str) -> str:
+    from safetensors.torch import load_file
+
+    from samestep.fingerprint import hexdigest
+
+    digests = {name: hexdigest(tensor) for name, tensor in load_file(path).items()}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

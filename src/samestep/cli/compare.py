@@ -6,15 +6,17 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from samestep.cli import _verdicts
 from samestep.cli._speak import spoken
 from samestep.errors import SpecError
 
 if TYPE_CHECKING:
-    from samestep.compare import Comparison
+    from samestep.compare import Comparison, Trace
+    from samestep.explain import Explanation
 
 __all__ = ["compare"]
 
@@ -22,22 +24,33 @@ __all__ = ["compare"]
 def compare(
     what: Annotated[
         list[str],
-        typer.Argument(metavar="TRACE_A TRACE_B | -- SCRIPT ARGS...", help="Two traces, or a script."),
+        typer.Argument(
+            metavar="RUN_A RUN_B | -- SCRIPT ARGS...",
+            help="Two traces or run folders with one; or a script, or `samestep train ...`.",
+        ),
     ],
     workers: Annotated[
         str | None, typer.Option(help="Run the script with each of these numbers of workers, such as 1,2,4.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Stop each run after as many updates.")] = None,
     keep: Annotated[
-        Path | None, typer.Option(help="Keep the traces in this folder; they are removed otherwise.")
+        Path | None,
+        typer.Option(help="Keep traces and a report.html in this folder; they are removed otherwise."),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Take only the same bits for agreement.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     junit: Annotated[Path | None, typer.Option(help="Write a JUnit XML file for CI.")] = None,
+    explain: Annotated[
+        bool, typer.Option(help="Explain in float64 the step at which runs of a recipe part.")
+    ] = True,
 ) -> None:
     """Say whether runs are the same, and if not, which tensor parts first, in which phase and by how much.
 
     Example: samestep compare --workers 1,2,4 --steps 50 -- train.py --lr 0.1
+
+    Example: samestep compare --workers 1,2 --steps 5 -- samestep train semantic-ids --config my.yaml
+
+    Of two run folders, the second one keeps the verdict, and its report shows it.
 
     Exit codes: 0 agreed, 1 different, 2 wrong usage or a comparison that proves nothing, 3 a worker failed.
     """
@@ -51,8 +64,8 @@ def compare(
             )
         if not counts and (steps is not None or keep is not None):
             raise SpecError("compare: --steps and --keep go with --workers. Leave them out.", name="steps")
-        found = _run(what, counts, steps, keep) if counts else _read(what)
-        _show(found, exact, as_json)
+        found, why = _run(what, counts, steps, keep, explain) if counts else _read(what, explain)
+        _show(found, why, exact, as_json)
         if junit is not None:
             from samestep.compare import junit as document
 
@@ -74,17 +87,47 @@ def _counts(workers: str | None) -> list[int]:
     return sorted(counts)
 
 
-def _read(folders: list[str]) -> list[Comparison]:
+_Found: TypeAlias = "tuple[list[Comparison], list[Explanation | str | None]]"
+
+
+def _read(folders: list[str], explain: bool) -> _Found:
     from samestep import compare as comparing
 
-    return [comparing.compare(*folders)]
+    a, b = (comparing.read(folder) for folder in folders)
+    found, why = _judge([a, b], explain)
+    run = _verdicts.recipe_folder(b.folder)
+    if run is not None:
+        _verdicts.keep(found[0], why[0], run)
+    return found, why
 
 
-def _run(arguments: list[str], counts: list[int], steps: int | None, keep: Path | None) -> list[Comparison]:
+def _judge(traces: list[Trace], explain: bool) -> _Found:
     from samestep import compare as comparing
 
+    found = [comparing.compare(traces[0], other) for other in traces[1:]]
+    why = [
+        _verdicts.explain_first(one, traces[0], other) if explain else None
+        for one, other in zip(found, traces[1:])
+    ]
+    return found, why
+
+
+def _run(
+    arguments: list[str], counts: list[int], steps: int | None, keep: Path | None, explain: bool
+) -> _Found:
+    from samestep import compare as comparing
+
+    if arguments[0] == "samestep":
+        arguments = ["-m", *arguments]
+    trains = arguments[:3] == ["-m", "samestep", "train"]
     if arguments[0] not in ("-m", "-c") and not Path(arguments[0]).is_file():
         raise SpecError(f"script: expected a file, got {arguments[0]!r}.", name="script")
+    if trains and any(word.split("=")[0] in ("--out", "--workers", "--resume") for word in arguments):
+        raise SpecError(
+            "compare: --out, --workers and --resume are ours to give to samestep train. Leave them out behind --, "
+            "and keep the runs with --keep.",
+            name="what",
+        )
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise SpecError(f"--keep: expected a new or empty folder, got {keep}. Name another one.", name="keep")
     with tempfile.TemporaryDirectory(prefix="samestep-compare-") as scratch:
@@ -92,9 +135,21 @@ def _run(arguments: list[str], counts: list[int], steps: int | None, keep: Path 
         traces = []
         for count in counts:
             print(f"samestep: {count} worker{'s' * (count > 1)} ...", file=sys.stderr)
-            name = f"{count}-worker{'s' * (count > 1)}"
-            traces.append(comparing.read(comparing.run_script(arguments, count, base / name, steps=steps)))
-        return [comparing.compare(traces[0], other) for other in traces[1:]]
+            place = base / f"{count}-worker{'s' * (count > 1)}"
+            more: list[str] = []
+            if trains:
+                more = ["--out", str(place), *([] if steps is None else ["--stop-after", str(steps)])]
+            trace = place / "trace" if trains else place
+            limit = None if trains else steps
+            traces.append(
+                comparing.read(comparing.run_script([*arguments, *more], count, trace, steps=limit))
+            )
+        found, why = _judge(traces, explain)
+        if keep is not None:
+            for one, reason in zip(found, why):
+                page = _verdicts.keep(one, reason, keep)
+            print(f"samestep: report in {page}", file=sys.stderr)
+        return found, why
 
 
 def _exit_code(found: list[Comparison], exact: bool) -> int:
@@ -102,11 +157,14 @@ def _exit_code(found: list[Comparison], exact: bool) -> int:
     return 1 if 1 in codes else max(codes)
 
 
-def _show(found: list[Comparison], exact: bool, as_json: bool) -> None:
+def _show(found: list[Comparison], why: list[Explanation | str | None], exact: bool, as_json: bool) -> None:
     code = _exit_code(found, exact)
     if as_json:
         verdict = {0: "agreed", 1: "different", 2: "proves nothing"}[code]
-        comparisons = [c.to_json() for c in found]
+        comparisons = [
+            c.to_json() | {"explanation": e if e is None or isinstance(e, str) else e.to_dict()}
+            for c, e in zip(found, why)
+        ]
         print(
             json.dumps({"verdict": verdict, "exit_code": code, "comparisons": comparisons}, allow_nan=False)
         )
@@ -114,9 +172,12 @@ def _show(found: list[Comparison], exact: bool, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console()
-    for one in found:
+    for one, reason in zip(found, why):
         console.print(_table(one))
         console.print(one.sentence(), markup=False, highlight=False, soft_wrap=True)
+        if reason is not None:
+            text = reason if isinstance(reason, str) else reason.sentence
+            console.print(f"  explained: {text}", markup=False, highlight=False, soft_wrap=True)
         notes = one.refusals if one.first is not None else ()
         for text in (*notes, *one.warnings):
             console.print(f"  note: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -12,7 +12,12 @@ from samestep.cli._speak import spoken
 __all__ = ["report"]
 
 
-def report(run: Annotated[Path, typer.Argument(help="Run folder, finished or not.")]) -> None:
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder, finished or not.")],
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard event files beside it.")
+    ] = False,
+) -> None:
     """Write report.html into a run folder and print its path.
 
     Example: samestep report runs/mine
@@ -21,3 +26,5 @@ def report(run: Annotated[Path, typer.Argument(help="Run folder, finished or not
         from samestep import report as pages
 
         print(pages.write(run))
+        if tensorboard:
+            print(pages.write_events(run))

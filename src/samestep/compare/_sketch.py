@@ -20,6 +20,7 @@ __all__ = ["WIDTH", "decode", "distance", "encode", "sketches"]
 WIDTH = 16
 _ROWS = 4096
 _CHUNK = WIDTH * _ROWS
+_SMALL = 4096  # elements; the rows of a complex one still fit into a chunk
 
 
 def sketches(tensors: list[Tensor]) -> np.ndarray:
@@ -34,8 +35,14 @@ def sketches(tensors: list[Tensor]) -> np.ndarray:
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(i)
-    for places in by_device.values():
-        found[places] = torch.stack([_sketch(tensors[i]) for i in places]).cpu().numpy()
+    for device, places in by_device.items():
+        # Calls into torch cost more than the sums of a small tensor: small ones on the CPU are added at once.
+        small = [i for i in places if device.type == "cpu" and tensors[i].numel() <= _SMALL]
+        if small:
+            found[small] = _together([tensors[i] for i in small])
+        large = [i for i in places if device.type != "cpu" or tensors[i].numel() > _SMALL]
+        if large:
+            found[large] = torch.stack([_sketch(tensors[i]) for i in large]).cpu().numpy()
     return found
 
 
@@ -56,9 +63,30 @@ def decode(text: str) -> np.ndarray:
     return row
 
 
-def _sketch(tensor: Tensor) -> Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     flat = tensor.detach()
-    flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
+    return (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
+
+
+def _together(tensors: list[Tensor]) -> np.ndarray:
+    """Return the sketches of small tensors on the CPU."""
+    parts = [_flat(tensor).double().numpy() for tensor in tensors]
+    # At least one row each, for reduceat takes no empty stretch.
+    n_rows = [max(1, -(-len(part) // WIDTH)) for part in parts]
+    starts = np.cumsum([0, *n_rows[:-1]])
+    rows = np.zeros((sum(n_rows), WIDTH))
+    for part, start in zip(parts, starts.tolist()):
+        rows.reshape(-1)[start * WIDTH : start * WIDTH + len(part)] = part
+    flips = _signs(torch.device("cpu"))[1][0].item()
+    signs = _host_signs()[np.concatenate([np.arange(n) for n in n_rows])] * flips
+    found = np.empty((len(tensors), WIDTH + 1))
+    found[:, :WIDTH] = np.add.reduceat(rows * signs, starts, axis=0)
+    found[:, WIDTH] = np.sqrt(np.add.reduceat(np.square(rows), starts, axis=0).sum(1))
+    return found
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    flat = _flat(tensor)
     signs, flips = _signs(flat.device)
     sums = torch.zeros(WIDTH, dtype=torch.float64, device=flat.device)
     squares = torch.zeros((), dtype=torch.float64, device=flat.device)
@@ -78,6 +106,11 @@ def _signs(device: torch.device) -> tuple[Tensor, Tensor]:
     bits = np.random.Generator(np.random.PCG64(0x5A3E57E9)).integers(0, 2, _CHUNK + 65536)
     signs = torch.from_numpy(bits * 2.0 - 1.0).to(device)
     return signs[:_CHUNK].view(_ROWS, WIDTH), signs[_CHUNK:]
+
+
+@functools.cache
+def _host_signs() -> np.ndarray:
+    return _signs(torch.device("cpu"))[0].numpy()
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -25,9 +25,11 @@ from torch import Tensor
 from samestep.compare import _sketch
 from samestep.errors import SpecError
 
-__all__ = ["FORMAT_VERSION", "PHASES", "Entry", "Trace", "log_file", "read", "tensor_file"]
+__all__ = ["FORMAT_VERSION", "PHASES", "RUN_TRACE", "Entry", "Trace", "log_file", "read", "tensor_file"]
 
 FORMAT_VERSION = 1
+RUN_TRACE = "trace"
+"""Where in a run's folder its trace is looked for."""
 
 PHASES = ("samples", "gradients", "options", "optimizer", "parameters", "buffers")
 """In the order in which a fault of one shows in the next."""
@@ -122,8 +124,9 @@ class Trace:
 
     @property
     def name(self) -> str:
-        """The last part of the folder's path."""
-        return self.folder.resolve().name
+        """The last part of the folder's path; of a trace inside a run folder, the run's."""
+        folder = self.folder.resolve()
+        return folder.parent.name if folder.name == RUN_TRACE else folder.name
 
     def dtype(self, phase: str, name: str) -> torch.dtype:
         """Return the dtype of a tensor."""
@@ -140,18 +143,20 @@ def read(folder: str | Path) -> Trace:
     """Return the trace that the workers of a run wrote.
 
     Args:
-        folder: of the trace.
+        folder: of the trace, or a run's folder with the trace in it.
 
     Raises:
         SpecError: when the folder holds no trace, a worker's file is missing or damaged, or the format is a
             newer one.
     """
     folder = Path(folder)
+    if log_file(folder / RUN_TRACE, 0).is_file():
+        folder = folder / RUN_TRACE
     first = log_file(folder, 0)
     if not first.is_file():
         raise SpecError(
             f"`trace`: expected a folder with {first.name}, got {folder}. Record a run with "
-            "samestep.compare.record under `samestep compare`.",
+            "samestep.compare.record, under `samestep compare` or with SAMESTEP_TRACE=<run>/trace set.",
             name="trace",
         )
     header = _lines(first, [])[0]

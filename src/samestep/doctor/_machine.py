@@ -54,14 +54,13 @@ def build() -> Finding:
 
 def backends(n_devices: int) -> Finding:
     """Say by which ways workers can talk; gloo is needed, and NCCL beside it for several CUDA devices."""
-    ways = torch.distributed  # asked what it was built with; talking is for the layer of the workers
-    if not ways.is_available():
+    there = environment.backends()
+    if there is None:
         return problem(
             "backends",
             "this torch was built without torch.distributed: one worker is all that it can run",
             "Install torch from its own packages.",
         )
-    there = {"gloo": ways.is_gloo_available(), "nccl": ways.is_nccl_available()}
     text = ", ".join(name for name, found in there.items() if found) or "none"
     if not there["gloo"]:
         return problem(

@@ -3,6 +3,7 @@
 ::
 
     restore ─> for each step: loader ─> TrainStep ─> metrics.jsonl, bar
+                                ├─ `samestep compare` asked for it: a trace of the run
                                 ├─ every measure_every: what the recipe measures, into the same row
                                 ├─ every checkpoint_every: save
                                 └─ a worker was asked to stop: all save and stop
@@ -12,11 +13,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from samestep.audit import Audit
 from samestep.checkpoint import Checkpointer
+from samestep.compare import record
 from samestep.errors import CheckpointError
 from samestep.group import Group
 from samestep.lossfn import LossFn
@@ -67,6 +72,7 @@ class Loop:
     measure: Callable[[], Mapping[str, float]] = dict
     measure_every: int = 0
     guard: Guard | None = None
+    _sample_ids: Tensor | None = field(default=None, init=False)  # of this worker's shards of the last step
 
     def restore(self) -> bool:
         """Go to the last checkpoint; return whether there was one.
@@ -96,10 +102,15 @@ class Loop:
         with self.display.stage("training", total, self.step.step):
             shards = self.loader.steps()
             log_every = max(1, total // _LOGGED_LINES)
+            record(self.step.step, self.step.model, self.step.optimizer, group=self.group)
             since, samples = time.perf_counter(), 0.0
             while self.step.step < stop and not asked:
                 guard.ask()
                 result = self.step.train_step(self._lazily(shards), loss_fn)
+                record(
+                    result.step, self.step.model, self.step.optimizer,
+                    loss=result.loss, samples=self._sample_ids, group=self.group,
+                )  # fmt: skip
                 samples += self.spec.global_batch_size
                 measured = _is_due(result.step, self.measure_every)
                 if measured or result.step % log_every == 0 or result.step == total:
@@ -149,6 +160,7 @@ class Loop:
         """Read the next step's shards only inside `train_step`, where a failure to read becomes known to all."""
         mine = next(shards)
         self.audit.samples(mine)
+        self._sample_ids = torch.cat([shard.sample_ids for shard in mine])
         yield from mine
 
     def _all_things(self) -> dict[str, Any]:

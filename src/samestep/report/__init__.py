@@ -2,8 +2,8 @@
 
 ::
 
-    manifest.json  config.yaml  metrics.jsonl  audit.jsonl  quality.json
-          └─────────────┴────────── _files ──────┴───────────────┘
+    manifest.json  config.yaml  metrics.jsonl  audit.jsonl  quality.json  comparison.json
+          └─────────────┴────────── _files ──────┴───────────────┴──────────────┘
                                        │  what was found, and what was damaged
                          _sections ────┼──── _charts (SVG)
                                        v
@@ -13,6 +13,10 @@ A file that is absent is a section that is absent; a run that is still going on 
 be read are counted and named on the page: the report never fails on them and never hides them.
 """
 
+from __future__ import annotations
+
+from samestep.report._events import write_events
+from samestep.report._lines import Lines, json_lines
 from samestep.report._write import write
 
-__all__ = ["write"]
+__all__ = ["Lines", "json_lines", "write", "write_events"]

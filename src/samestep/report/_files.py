@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import SpecError
+from samestep.report._lines import json_lines
 
 __all__ = ["FILES", "Run", "read"]
 
-FILES = ("manifest.json", "config.yaml", "metrics.jsonl", "audit.jsonl", "quality.json")
-_NAMED_LINES = 8
+FILES = ("manifest.json", "config.yaml", "metrics.jsonl", "audit.jsonl", "quality.json", "comparison.json")
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     audit: list[dict[str, Any]] = field(default_factory=list)
     quality: dict[str, Any] | None = None
+    comparison: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -53,6 +54,7 @@ def read(folder: Path) -> Run:
     run = Run(name=folder.resolve().name)
     run.manifest = _mapping(folder / "manifest.json", json.loads, run.notes)
     run.quality = _mapping(folder / "quality.json", json.loads, run.notes)
+    run.comparison = _mapping(folder / "comparison.json", json.loads, run.notes)
     run.config_text = _text(folder / "config.yaml", run.notes) or ""
     run.config = _mapping(folder / "config.yaml", _yaml, run.notes)
     run.metrics = _by_step(_lines(folder / "metrics.jsonl", run.notes), "metrics.jsonl", run.notes)
@@ -98,34 +100,15 @@ def _mapping(path: Path, parse: Callable[[str], object], notes: list[str]) -> di
 
 def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the objects of a JSON-lines file that carry a step, in the order of the file."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error}")
-        return []
-    lines = raw.split(b"\n")
-    found, damaged = [], []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
-        if isinstance(entry, dict) and _is_step(entry.get("step")):
-            found.append(entry)
-        else:
-            damaged.append(number)
-    if damaged:
-        named = ", ".join(map(str, damaged[:_NAMED_LINES])) + (", ..." if len(damaged) > _NAMED_LINES else "")
-        where = "line" if len(damaged) == 1 else "lines"
+    found = json_lines(path, lambda entry: _is_step(entry.get("step")))
+    if found.problem:
+        notes.append(f"{path.name} cannot be read: {found.problem}")
+    if found.damaged:
         notes.append(
-            f"{path.name}: damaged and left out: {len(damaged)} of {len(found) + len(damaged)} lines "
-            f"({where} {named}), not a JSON object with a step"
+            f"{path.name}: damaged and left out: {len(found.damaged)} of {found.n_lines} lines "
+            f"({found.where()}), not a JSON object with a step"
         )
-    return found
+    return found.entries
 
 
 def _is_step(value: object) -> bool:

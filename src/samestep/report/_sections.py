@@ -13,7 +13,7 @@ from samestep.report._charts import number
 from samestep.report._classification import classification
 from samestep.report._files import Run
 
-__all__ = ["Chart", "audits", "curves", "facts", "figures", "quality"]
+__all__ = ["Chart", "audits", "curves", "facts", "figures", "quality", "series"]
 
 _FIRST = (
     "recipe",
@@ -91,15 +91,15 @@ def figures(run: Run) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if run.metrics:
         found.append(("last logged step", number(run.metrics[-1]["step"])))
-    series = {name: (xs, ys) for name, xs, ys in _series(run.metrics)}
-    last = [name for name in ("loss", "lr", "lr[0]", "grad_norm") if name in series]
+    known = {name: (xs, ys) for name, xs, ys in series(run.metrics)}
+    last = [name for name in ("loss", "lr", "lr[0]", "grad_norm") if name in known]
     found += [
-        (f"last {name.replace('_', ' ').removesuffix('[0]')}", number(series[name][1][-1])) for name in last
+        (f"last {name.replace('_', ' ').removesuffix('[0]')}", number(known[name][1][-1])) for name in last
     ]
-    losses = [y for y in series.get("loss", ([], []))[1] if math.isfinite(y)]
+    losses = [y for y in known.get("loss", ([], []))[1] if math.isfinite(y)]
     if losses:
         found.append(("lowest loss", number(min(losses))))
-    speeds = [y for y in series.get("samples_per_second", ([], []))[1] if math.isfinite(y)]
+    speeds = [y for y in known.get("samples_per_second", ([], []))[1] if math.isfinite(y)]
     if speeds:
         found.append(("samples per second (median)", number(statistics.median(speeds))))
     for name in ("collision_rate", "distinct_ids", "test_accuracy"):
@@ -113,8 +113,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _series(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float], list[float]]]:
-    """Return every numeric series with its steps; of lists and mappings, one per part."""
+def series(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float], list[float]]]:
+    """Return every numeric series of ``metrics.jsonl`` with its steps; of lists and mappings, one per part.
+
+    Args:
+        metrics: the lines, in order of steps.
+
+    Example:
+        >>> series([{"step": 1, "loss": 0.5, "lr": [0.1]}])
+        [('loss', [1.0], [0.5]), ('lr[0]', [1.0], [0.1])]
+    """
     found: dict[str, tuple[list[float], list[float]]] = {}
     for entry in metrics:
         leaves = (
@@ -138,15 +146,15 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, Any]]:
 def curves(run: Run) -> tuple[list[Chart], list[str]]:
     """Return the charts over steps, the usual ones first, and the names of series that were left out."""
     grouped: dict[str, list[tuple[str, list[float], list[float]]]] = {}
-    for name, xs, ys in _series(run.metrics):
+    for name, xs, ys in series(run.metrics):
         grouped.setdefault(name.split("[")[0], []).append((name, xs, ys))
     usual = list(_TITLES)
     names = sorted(grouped, key=lambda name: (usual.index(name) if name in _TITLES else len(usual), name))
     charts: list[Chart] = []
     left_out: list[str] = []
     for name in names:
-        series = grouped[name]
-        values = [y for _, _, ys in series for y in ys]
+        parts = grouped[name]
+        values = [y for _, _, ys in parts for y in ys]
         if name == "momentum_factor" and all(y == 1 for y in values):
             continue
         if len(charts) == _MAX_CURVES:
@@ -154,9 +162,9 @@ def curves(run: Run) -> tuple[list[Chart], list[str]]:
             continue
         broken = sum(not math.isfinite(y) for y in values)
         caption = f"Not finite: {number(broken)} of {number(len(values))} values." if broken else ""
-        if len(series) > 1:
-            caption += f" {len(series)} param groups or parts, {series[0][0]} first."
-        charts.append(Chart(_TITLES.get(name, _title(name)), _charts.line(name, series), caption.strip()))
+        if len(parts) > 1:
+            caption += f" {len(parts)} param groups or parts, {parts[0][0]} first."
+        charts.append(Chart(_TITLES.get(name, _title(name)), _charts.line(name, parts), caption.strip()))
     return charts, left_out
 
 

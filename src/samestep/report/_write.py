@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from samestep.report import _sections
+from samestep.report._comparisons import comparisons
 from samestep.report._files import Run, read
 
 __all__ = ["write"]
@@ -21,8 +22,9 @@ def write(run_folder: str | os.PathLike[str]) -> Path:
     the run. It can be written while the run goes on; an earlier page is replaced in one move.
 
     Args:
-        run_folder: holds any of ``manifest.json``, ``config.yaml``, ``metrics.jsonl``, ``audit.jsonl`` and
-            ``quality.json``. An absent file is an absent section; damaged lines are counted and named on the page.
+        run_folder: holds any of ``manifest.json``, ``config.yaml``, ``metrics.jsonl``, ``audit.jsonl``,
+            ``quality.json`` and ``comparison.json``. An absent file is an absent section; damaged lines are counted
+            and named on the page.
 
     Returns:
         Path of the page.
@@ -69,6 +71,8 @@ def _page(run: Run) -> str:
         charts=charts,
         left_out=left_out,
         audits=_sections.audits(run),
+        comparisons=comparisons(run.comparison),
+        ran=run.manifest is not None or bool(run.metrics or run.audit or run.config_text or run.quality),
         quality=_sections.quality(run),
         config=config,
     )

@@ -94,7 +94,7 @@ def _manifest(
         "test_samples": len(data.test),
         "classes": list(data.classes),
         "sources": list(data.sources),
-        "digest": hashlib.sha256(json.dumps(digests).encode()).hexdigest(),
+        "digest": hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest(),
         "replicas": "agree",
     }
 
