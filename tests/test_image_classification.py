@@ -64,7 +64,8 @@ def settings_of() -> dict:
     }
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+# Two workers take part in the resumed run below as well.
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_same_bits_on_any_number_of_workers(whole: Path, tmp_path: Path, workers: int) -> None:
     launch.run(train, workers, settings_of(), str(tmp_path / "run"), timeout_seconds=120)
     assert bits(tmp_path / "run") == bits(whole)
