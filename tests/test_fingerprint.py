@@ -67,9 +67,9 @@ def digest_by_hand(t: Tensor) -> str:
         return word ^ word >> 29
 
     words = []
-    header = _digest.words_of(f"{t.dtype} {tuple(t.shape)}".encode())
+    header = _digest.words_of(f"{t.dtype} {tuple(t.shape)}")
     for lane in (0, 1):
-        lanes = [_digest.words_of(b"lane %d column %d" % (lane, i))[0] for i in range(16)]
+        lanes = [_digest.words_of(f"lane {lane} column {i}")[0] for i in range(16)]
         total = sum(mix((value ^ key) & mask) for value, key in zip(sums[0], lanes, strict=True))
         words.append(mix((total ^ header[lane]) & mask))
     return "".join(f"{word:016x}" for word in words)
@@ -85,8 +85,24 @@ def test_digest_is_the_definition(n_bytes: int) -> None:
 def test_portable_path_gives_the_same_digest(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data = random_bytes(n_bytes)
     fast = fingerprint.hexdigest(data)
+    monkeypatch.setattr(_digest, "_kernel", lambda: None)
+    assert fingerprint.hexdigest(data) == fast
     monkeypatch.setattr(_digest, "_has_integer_product", lambda device: False)
     assert fingerprint.hexdigest(data) == fast
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_native_kernel_gives_the_digests_of_torch(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of many tensors share a product there: empty ones, tails, unaligned starts, three levels."""
+    if _digest._kernel() is None:
+        pytest.skip("no compiler, or a processor without AVX-512 VNNI")
+    data = random_bytes(9_000_000)
+    sizes = [*SIZES, 1, 0, 12 * 4160, 13 * 4160 + 5, 8_999_000, 2, 4159]
+    parts = [data[i : i + size] for i, size in enumerate(sizes)] + [data[: 4160 * 60].view(60, 4160).t()]
+    torch.set_num_threads(threads)
+    native = _digest.digests(parts)
+    monkeypatch.setattr(_digest, "_kernel", lambda: None)
+    assert torch.equal(native, _digest.digests(parts))
 
 
 def test_no_two_keys_can_cancel() -> None:

@@ -15,7 +15,8 @@ integers only: the same tensor has the same digest on every device, whatever the
 The keys are fixed small integers. A row sum is an exact integer, and no two rows of KEYS are multiples of each
 other, so a change of one or two bytes within a row always shows; wider changes are missed with a chance of about
 2**-100. The keys are public: this finds accidents, it does not stop an adversary. Nothing is copied to the host
-before the final word.
+before the final word. In host memory a small C kernel does the same sums, where the machine has a compiler and the
+processor AVX-512 VNNI; elsewhere, and on accelerators, torch's integer product does.
 
 Memory format is not part of a tensor's value: two tensors that are `torch.equal` bit for bit in the same dtype
 and shape have one digest, whatever their strides.

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from samestep.fingerprint._native import Kernel, kernel
+
 __all__ = ["check", "digests", "mix", "on_device", "words_of"]
 
 _ROW_BYTES = 4160
@@ -29,22 +31,35 @@ def check(t: object, name: str = "t") -> None:
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the digests (n, 2) of tensors that share a device; small ones share their kernel launches."""
+    """Return the digests (n, 2) of tensors that share a device and passed `check`."""
     with torch.no_grad():
+        native = _kernel() if tensors and tensors[0].device.type == "cpu" else None
+        if native is not None:
+            return native([_plain(t) for t in tensors], [_header(t.dtype, t.shape) for t in tensors])
         sums = _row_sums([_bytes(t) for t in tensors])
-        while again := [i for i, rows in enumerate(sums) if rows.shape[0] > 1]:
-            for i, rows in zip(again, _row_sums([sums[i].view(torch.uint8).view(-1) for i in again])):
-                sums[i] = rows
-        last = torch.cat(sums).long()  # (n, 16)
-        lanes = mix(last[:, None, :] ^ _lanes(last.device)).sum(2)  # (n, 2)
-        headers = [words_of(f"{t.dtype} {tuple(t.shape)}".encode()) for t in tensors]
-        return mix(lanes ^ on_device(last.device, headers))
+        return _folded(sums, [_header(t.dtype, t.shape) for t in tensors])
+
+
+def _folded(sums: list[Tensor], headers: Sequence[tuple[int, int]]) -> Tensor:
+    """Return digests (n, 2) from the first row sums (n_rows, 16) of each part."""
+    while again := [i for i, rows in enumerate(sums) if rows.shape[0] > 1]:
+        for i, rows in zip(again, _row_sums([sums[i].view(torch.uint8).view(-1) for i in again])):
+            sums[i] = rows
+    last = torch.cat(sums).long()  # (n, 16)
+    lanes = mix(last[:, None, :] ^ _lanes(last.device)).sum(2)  # (n, 2)
+    return mix(lanes ^ on_device(last.device, headers))
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Return a tensor whose memory holds the values in logical order; itself where that is so."""
+    if t.is_contiguous() and not t.is_conj() and not t.is_neg():
+        return t
+    return t.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes(t: Tensor) -> Tensor:
     """Return the values of a tensor as its bytes, in logical order; a view where that is possible."""
-    check(t)
-    flat = t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = _plain(t).detach().view(-1).view(torch.uint8)
     # Matrix units of accelerators want aligned rows; a slice may begin anywhere.
     return flat.clone() if flat.data_ptr() % 16 else flat
 
@@ -97,6 +112,19 @@ def _integer_product(rows: Tensor) -> Tensor:
 
 
 @functools.cache
+def _kernel() -> Kernel | None:
+    """Return the C kernel where it works and agrees with torch."""
+    found = kernel(_keys(torch.device("cpu")), _lanes(torch.device("cpu")))
+    if found is None:
+        return None
+    raw = hashlib.shake_256(b"samestep kernel").digest(70 * _ROW_BYTES)
+    probe = [torch.frombuffer(bytearray(raw[:n]), dtype=torch.uint8) for n in (1, 4161, 70 * _ROW_BYTES)]
+    headers = [(0, 0)] * len(probe)
+    rows = [_product(torch.cat([part, part.new_zeros(-len(part) % _ROW_BYTES)])) for part in probe]
+    return found if torch.equal(found(probe, headers), _folded(rows, headers)) else None
+
+
+@functools.cache
 def _has_integer_product(device: torch.device) -> bool:
     """Tell whether torch's int8 product works and is exact here; some builds lack it, some chips saturate."""
     raw = hashlib.shake_256(b"samestep probe").digest(30 * _ROW_BYTES)
@@ -125,7 +153,7 @@ def _keys(device: torch.device) -> Tensor:
 @functools.cache
 def _lanes(device: torch.device) -> Tensor:
     """Return two sets of 16 words (2, 16), one for each word of a digest."""
-    names = [[b"lane %d column %d" % (lane, i) for i in range(_COLUMNS)] for lane in (0, 1)]
+    names = [[f"lane {lane} column {i}" for i in range(_COLUMNS)] for lane in (0, 1)]
     return on_device(device, [[words_of(name)[0] for name in row] for row in names])
 
 
@@ -136,9 +164,16 @@ def mix(words: Tensor) -> Tensor:
     return words ^ ((words >> 29) & 0x7FFFFFFFF)
 
 
-def words_of(text: bytes) -> list[int]:
-    digest = hashlib.blake2b(text, digest_size=16).digest()
-    return [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
+@functools.lru_cache(1 << 16)
+def words_of(text: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    first, second = (int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8))
+    return first, second
+
+
+@functools.lru_cache(1 << 16)
+def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, int]:
+    return words_of(f"{dtype} {tuple(shape)}")
 
 
 def on_device(device: torch.device, words: object) -> Tensor:

@@ -36,6 +36,7 @@ def tensor(t: Tensor) -> Tensor:
         >>> torch.equal(tensor(a), tensor(a.flip(0)))
         False
     """
+    check(t)
     return digests([t])[0]
 
 
@@ -110,7 +111,7 @@ def word(named: Mapping[str, Tensor] | nn.Module | Optimizer) -> int:
     """
     total = 0
     for names, words in _by_device(_named(named)):
-        labels = on_device(words.device, [words_of(name.encode()) for name in names])
+        labels = on_device(words.device, [words_of(name) for name in names])
         total += int(mix(mix(words ^ labels).sum(1)).sum())
     return total & (2**63 - 1)
 
