@@ -208,7 +208,7 @@ def test_a_fault_of_a_thousandth_that_begins_late_is_not_passed_over(traces):
     # It is smaller than one sample's share, so that it could be the kink of a ReLU: said, and not judged.
     blind = [cell.step for cell in found.cells if cell.phase == "gradients" and not cell.judged]
     assert blind == [3, 4]
-    assert any("step 3 and 1 others are not judged" in text for text in found.warnings)
+    assert any("step 3 and 1 other are not judged" in text for text in found.warnings)
 
 
 # What proves nothing.

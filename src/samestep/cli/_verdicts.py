@@ -115,10 +115,9 @@ def keep(found: Comparison, explained: Explanation | str | None, folder: Path) -
 
 def _summary(found: Comparison, explained: Explanation | str | None) -> dict[str, Any]:
     """Return a comparison as JSON data without its cells, of which a long run has many."""
-    phases: dict[str, dict[str, int]] = {}
+    phases = {phase: {"exact": 0, "within": 0, "different": 0} for phase in found.phase_verdicts()}
     for cell in found.cells:
-        counts = phases.setdefault(cell.phase, {"exact": 0, "within": 0, "different": 0})
-        counts[cell.verdict] += 1
+        phases[cell.phase][cell.verdict] += 1
     data = {key: value for key, value in found.to_json().items() if key not in ("cells", "phases")}
     return {
         **data,

@@ -190,17 +190,15 @@ def _table(one: Comparison) -> Any:
 
     n_steps = len({cell.step for cell in one.cells})
     table = Table(title=f"{one.reference} against {one.other}, {n_steps} records", title_justify="left")
-    for title in ("phase", "verdict", "exact", "within", "different", "not judged"):
-        table.add_column(title, justify="left" if title in ("phase", "verdict") else "right")
-    table.add_column("nearest to its bound, or first different")
+    for title in ("phase", "verdict", "records", "nearest to its bound, or first different"):
+        table.add_column(title, overflow="fold")
     colours = {"exact": "green", "within": "yellow", "different": "red"}
     for phase, verdict in one.phase_verdicts().items():
         cells = [cell for cell in one.cells if cell.phase == phase]
-        n_of = [sum(cell.verdict == v for cell in cells) for v in colours]
-        n_of.append(sum(not cell.judged for cell in cells))
-        table.add_row(
-            phase, f"[{colours[verdict]}]{verdict}[/]", *map(str, n_of), _detail(cells, verdict), style=None
-        )
+        counts = [(sum(cell.verdict == v for cell in cells), v) for v in colours]
+        counts.append((sum(not cell.judged for cell in cells), "not judged"))
+        records = ", ".join(f"{number} {what}" for number, what in counts if number)
+        table.add_row(phase, f"[{colours[verdict]}]{verdict}[/]", records, _detail(cells, verdict))
     return table
 
 

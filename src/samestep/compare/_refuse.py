@@ -61,7 +61,7 @@ def warnings(pair: Pair, cells: Sequence[Cell]) -> Iterator[str]:
     blind = [cell.step for cell in cells if cell.phase == "gradients" and not cell.judged]
     if blind:
         yield (
-            f"step {blind[0]} and {len(blind) - 1} others are not judged: rounding has grown, or a ReLU or maximum "
+            f"step {blind[0]}{_others(len(blind) - 1)} not judged: rounding has grown, or a ReLU or maximum "
             "has flipped within it, so far that one wrong sample would hide; explain that step in float64"
         )
     loose = [cell.step for cell in cells if cell.phase == "parameters" and not cell.judged]
@@ -73,6 +73,10 @@ def warnings(pair: Pair, cells: Sequence[Cell]) -> Iterator[str]:
     ends = [max(t.ranks[0], default=0) for t in (pair.a, pair.b)]
     if ends[0] != ends[1]:
         yield f"the runs end at steps {ends[0]} and {ends[1]}: only common steps are compared"
+
+
+def _others(number: int) -> str:
+    return " is" if not number else f" and {number} other{'s' * (number > 1)} are"
 
 
 def _of_trace(trace: Trace) -> Iterator[str]:

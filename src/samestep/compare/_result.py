@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from samestep.compare._trace import PHASES
+
 __all__ = ["Cell", "Comparison", "Difference", "Verdict", "worse"]
 
 Verdict = Literal["exact", "within", "different"]
@@ -115,7 +117,8 @@ class Comparison:
         found: dict[str, Verdict] = {}
         for cell in self.cells:
             found[cell.phase] = worse(found.get(cell.phase, "exact"), cell.verdict)
-        return found
+        # The first record has no samples and no gradients, so its phases would come first.
+        return {phase: found[phase] for phase in PHASES if phase in found}
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON data."""
