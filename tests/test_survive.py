@@ -73,7 +73,7 @@ def test_a_single_process_and_what_it_finds_again():
         assert guard.stopping
         with pytest.raises(Stopped, match="--resume"):
             guard.pool(alone)(torch.ones(1))
-        assert guard.wait_for_own_signal()
+        assert guard.was_asked
     assert handlers() == before
 
 

@@ -49,7 +49,7 @@ __all__ = ["Guard", "Stopped"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _HUNG_EXIT, _TWICE_EXIT = 3, 130
-_WAIT_FOR_OWN_SIGNAL = 10.0  # seconds
+_SECONDS_BETWEEN, _STEPS_BETWEEN = 0.1, 64  # exchanges, where steps are shorter
 
 
 class Stopped(SamestepError):  # noqa: N818  it is no error
@@ -92,8 +92,10 @@ class Guard:
         self._asked = 0  # the first signal; written by the listening thread
         self._interrupts = 0
         self._stop = False
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flag = torch.zeros(2, dtype=torch.float64)  # asked or not; seconds of a step
         self._work: Any = None
+        self._open = False  # whether `ask` was called since the last answer
+        self._steps_left, self._steps, self._since = 0, 0, time.monotonic()
         self._beat = time.monotonic()
         self._deadline = float("inf")
         self._stacks: TextIO | None = None
@@ -123,11 +125,23 @@ class Guard:
     def ask(self) -> None:
         """Begin to exchange whether any worker was asked to stop; `answer` ends it. Costs the step no wait.
 
+        Where steps are short it is done every tenth of a second only, at the same steps on all workers.
+
         Collective: all ranks of the group.
         """
         self.beat()
+        self._open = True
+        self._steps += 1
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self._exchange()
+
+    def _exchange(self) -> None:
         if self._group.world_size > 1 and self._work is None and not self._stop:
-            self._flag.fill_(int(self.was_asked))
+            now = time.monotonic()
+            seconds = (now - self._since) / max(self._steps, 1)
+            self._steps, self._since = 0, now
+            self._flag.copy_(torch.tensor([float(self.was_asked), seconds], dtype=torch.float64))
             with self._group.collective("question whether to stop"):
                 self._work = dist.all_reduce(
                     self._flag, op=dist.ReduceOp.MAX, group=self._group.process_group, async_op=True
@@ -143,12 +157,16 @@ class Guard:
         """
         if not self._stop and self._group.world_size == 1:
             self._stop = self.was_asked
-        elif not self._stop:
-            self.ask()
+        elif not self._stop and (self._work is not None or not self._open):
+            self._exchange()
             work, self._work = self._work, None
             with self._group.collective("question whether to stop"):
                 work.wait()
-            self._stop = bool(self._flag.item())
+            asked, seconds = self._flag.tolist()
+            self._stop = bool(asked)
+            # The slowest worker's time, which all know now, tells all alike when to ask again.
+            self._steps_left = min(_STEPS_BETWEEN, int(_SECONDS_BETWEEN / max(seconds, 1e-9)))
+        self._open = False
         self.beat()
         return self._stop
 
@@ -182,18 +200,6 @@ class Guard:
             self._stacks = path.open("a")  # what an earlier start has left there stays
         if self._restore and self._stacks is not None and self._timeout is not None:
             faulthandler.register(signal.SIGALRM, file=self._stacks, all_threads=True, chain=True)
-
-    def wait_for_own_signal(self) -> bool:
-        """Return whether this worker, which stops because another was asked to, is asked itself in a moment.
-
-        Where several agents each end their own workers, those of the slower agent have stopped before its signal
-        comes. One that never gets a signal belongs to a node that is to go on.
-        """
-        until = min(time.monotonic() + _WAIT_FOR_OWN_SIGNAL, self._deadline)
-        while not self.was_asked and time.monotonic() < until:
-            self.beat()
-            time.sleep(0.05)
-        return self.was_asked
 
     def __enter__(self) -> Guard:
         if threading.current_thread() is not threading.main_thread():
@@ -258,12 +264,9 @@ class Guard:
                 )
 
     def _give_up(self, what: str) -> NoReturn:
-        stacks = self._stacks
+        stacks, who = self._stacks, f"rank {self._group.rank} of {self._group.world_size}"
         where = "standard error" if stacks is None else stacks.name
-        rank, world_size = self._group.rank, self._group.world_size
-        print(
-            f"samestep: rank {rank} of {world_size} {what}; its stack: {where}", file=sys.stderr, flush=True
-        )
+        print(f"samestep: {who} {what}; its stack: {where}", file=sys.stderr, flush=True)
         try:
             faulthandler.dump_traceback(file=2 if stacks is None else stacks, all_threads=True)
         finally:

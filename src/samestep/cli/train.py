@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ __all__ = ["train"]
 
 # A wrong setting and replicas that differ are the same after a restart.
 _FINAL_CODES = (1, 2)
+_WAIT_FOR_OWN_SIGNAL = 10.0  # seconds
 _GRACE = typer.Option(min=0.1, help="After SIGTERM or Ctrl-C: time to save and end.")
 _TIMEOUT = typer.Option(min=0.1, help="A worker without a step for so long is held to hang.")
 
@@ -200,7 +202,14 @@ def _leave(guard: Any) -> None:
         os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     )
     alone = int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1
-    if alone or not guard.stopping or guard.wait_for_own_signal() or restarts_left <= 0:
+    if alone or not guard.stopping or restarts_left <= 0:
+        return
+    # Each agent ends its own workers; those of a slower agent have stopped with the others before its signal comes.
+    deadline = time.monotonic() + _WAIT_FOR_OWN_SIGNAL
+    while not guard.was_asked and time.monotonic() < deadline:
+        guard.beat()
+        time.sleep(0.05)
+    if guard.was_asked:
         return
     print("samestep: another node was told to stop; this one is started again without it.", file=sys.stderr)
     raise typer.Exit(3)
