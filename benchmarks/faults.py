@@ -416,10 +416,11 @@ def as_table(content: dict[str, Any]) -> str:
     """Return a campaign's figures as a page: how many faults of each kind, and what came of them."""
     faults = [(row, fault) for row in content["results"] for fault in row["faults"]]
     moments = sorted({fault["moment"] for _, fault in faults})
+    numbers = [row["index"] for row in content["results"]]
     lines = [
         f"# {content['identical']} of {content['runs']} runs end with the bits of the undisturbed run",
         "",
-        f"`{content['command']}`, {content['date']}, {content['machine']}, torch {content['torch']}. "
+        f"`{content['command']}` (numbers {numbers[0]} to {numbers[-1]}), {content['date']}, {content['machine']}, torch {content['torch']}. "
         f"{content['launches']} starts by hand, {content['restarts_by_agent']} by the agent; "
         f"{sum(row['mode'] == 'fast' for row in content['results'])} runs in fast mode, the others in exact mode "
         "on 1 to 4 workers.",
