@@ -420,7 +420,8 @@ def as_table(content: dict[str, Any]) -> str:
     lines = [
         f"# {content['identical']} of {content['runs']} runs end with the bits of the undisturbed run",
         "",
-        f"`{content['command']}` (numbers {numbers[0]} to {numbers[-1]}), {content['date']}, {content['machine']}, torch {content['torch']}. "
+        f"`{content['command']}` (numbers {numbers[0]} to {numbers[-1]}), {content['date']}, "
+        f"{content['machine']}, torch {content['torch']}. "
         f"{content['launches']} starts by hand, {content['restarts_by_agent']} by the agent; "
         f"{sum(row['mode'] == 'fast' for row in content['results'])} runs in fast mode, the others in exact mode "
         "on 1 to 4 workers.",
