@@ -16,7 +16,8 @@ from torch import Tensor
 
 from samestep import kmeans, launch, reduce
 from samestep.errors import SpecError
-from samestep.kmeans._assign import Nearest, row_distances
+from samestep.kmeans._assign import row_distances
+from samestep.kmeans._search import Nearest
 
 
 def rows(n: int = 3000, dim: int = 20, groups: int = 30, seed: int = 0) -> Tensor:

@@ -1,10 +1,4 @@
-"""Nearest centroid of each row, in blocks of one fixed shape.
-
-A matrix product may add up in another order when its shape changes. So each product has 1,024 rows, the last
-block of a piece padded, and the centroids are cut in panels of at most 512: a row's scores have the same bits
-wherever the row stands, and a block of scores stays in the cache. The score of row x for centroid c is
-|c|^2 / 2 - x c, which orders the centroids as the distance does.
-"""
+"""Codes and distances of raw rows: their frame, their checks, and rows too far away for float32."""
 
 from __future__ import annotations
 
@@ -15,11 +9,10 @@ from torch import Tensor
 
 from samestep.kmeans._frame import Frame, centroid_frame
 from samestep.kmeans._points import BLOCK_ROWS, Points, as_points, each_piece
+from samestep.kmeans._search import Codes, Nearest
 
 __all__ = [
     "Assigner",
-    "Codes",
-    "Nearest",
     "assign",
     "assign_pieces",
     "check_centroids",
@@ -27,17 +20,13 @@ __all__ = [
     "thread_count",
 ]
 
-_PANEL = 512
-_SHORT = 64
 _FAR = 2.0**40
-
-Codes = npt.NDArray[np.int32]
 
 
 def assign(points: object, centroids: Tensor, *, n_threads: int | None = None) -> tuple[Tensor, Tensor]:
     """Return each row's nearest centroid and its squared distance to it.
 
-    Ties go to the lowest index. Distances are compared in float32 around the centroids' mean, so that a common
+    Ties go to the lowest index. Distances are compared as in float64 around the centroids' mean, so that a common
     offset does no harm; the distance returned is that of the row to its own centroid, taken directly, so it is
     0 for a row equal to its centroid. A row's answer depends on that row and on the centroids only.
 
@@ -53,7 +42,7 @@ def assign(points: object, centroids: Tensor, *, n_threads: int | None = None) -
     Raises:
         ValueError: when shapes do not fit or a value is not finite; names the row.
 
-    Numerics: each row alone, float32.
+    Numerics: each row alone; codes as by float64 scores, distances in float32.
 
     Example:
         >>> codes, distances = assign(torch.tensor([[0.0], [9.0]]), torch.tensor([[1.0], [7.0]]))
@@ -151,75 +140,6 @@ class Assigner:
         return codes, distances
 
 
-class Nearest:
-    """Search among fixed centroids, with one score buffer for each thread.
-
-    Args:
-        table: (n_centroids, dim) float32, in the frame of the rows to come.
-        n_threads: how many threads will search.
-    """
-
-    def __init__(self, table: Tensor, n_threads: int) -> None:
-        half = table.double().square().sum(1).mul_(0.5).float()
-        self._same = _first_copies(table, half)
-        # In few dimensions the product is so short that adding |c|^2 / 2 shows; a column of ones does it inside.
-        self._wide = table.shape[1] <= _SHORT
-        panels = table.neg() if not self._wide else torch.cat([table.neg(), half.unsqueeze(1)], dim=1)
-        self._panels = [
-            (
-                begin,
-                panels[begin : begin + _PANEL].t().contiguous(),
-                half[begin : begin + _PANEL].contiguous(),
-            )
-            for begin in range(0, table.shape[0], _PANEL)
-        ]
-        width = min(_PANEL, table.shape[0])
-        self._scores = [torch.empty(BLOCK_ROWS * width) for _ in range(n_threads)]
-        self._blocks = [torch.ones(BLOCK_ROWS, panels.shape[1]) for _ in range(n_threads)]
-        self._rows = np.arange(BLOCK_ROWS)
-
-    def codes(self, rows: Tensor, thread: int = 0) -> Codes:
-        """Return (n_rows,) int32 codes of prepared rows; any number of rows."""
-        n_rows = rows.shape[0]
-        codes = np.empty(n_rows, dtype=np.int32)
-        for begin in range(0, n_rows, BLOCK_ROWS):
-            block = rows[begin : begin + BLOCK_ROWS]
-            n_block = block.shape[0]
-            if n_block < BLOCK_ROWS or self._wide:
-                buffer = self._blocks[thread]
-                buffer[:n_block, : rows.shape[1]] = block
-                block = buffer
-            codes[begin : begin + n_block] = self._block(block, thread)[:n_block]
-        if self._same is None:
-            return codes
-        first: Codes = self._same[codes]
-        return first
-
-    def _block(self, block: Tensor, thread: int) -> npt.NDArray[np.intp]:
-        best: npt.NDArray[np.float32] | None = None
-        codes: npt.NDArray[np.intp] = self._rows
-        nearest: npt.NDArray[np.intp]
-        for begin, panel, half in self._panels:
-            scores = self._scores[thread][: BLOCK_ROWS * half.shape[0]].view(BLOCK_ROWS, half.shape[0])
-            if self._wide:
-                torch.mm(block, panel, out=scores)
-            else:
-                torch.addmm(half, block, panel, out=scores)
-            # numpy's argmin is vectorized, torch's on CPU is not; the view shares the buffer.
-            view = scores.numpy()
-            nearest = view.argmin(axis=1)
-            if len(self._panels) == 1:
-                return nearest
-            lowest = view[self._rows, nearest]
-            if best is None:
-                best, codes = lowest, nearest
-            else:
-                better = lowest < best
-                best = np.where(better, lowest, best)
-                codes = np.where(better, nearest + begin, codes)
-        return codes
-
-
 def row_distances(rows: Tensor, table: Tensor, codes: Codes) -> Tensor:
     """Return (n_rows,) float64 squared distances |row - table[code]|^2 of prepared rows, taken directly."""
     distances = torch.empty(rows.shape[0], dtype=torch.float64)
@@ -255,11 +175,3 @@ def thread_count(n_threads: int | None) -> int:
     if n_threads < 1:
         raise ValueError(f"`n_threads`: expected at least 1, got {n_threads}.")
     return n_threads
-
-
-def _first_copies(table: Tensor, half: Tensor) -> npt.NDArray[np.int32] | None:
-    """Map each centroid to the first one equal to it, or return None when all differ."""
-    if len(np.unique(half.numpy())) == table.shape[0]:
-        return None
-    _, first, inverse = np.unique((table + 0.0).numpy(), axis=0, return_index=True, return_inverse=True)
-    return first[inverse.reshape(-1)].astype(np.int32)

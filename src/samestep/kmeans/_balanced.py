@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.kmeans._assign import Codes
 from samestep.kmeans._lloyd import Problem
 from samestep.kmeans._points import BLOCK_ROWS, each_piece, together
+from samestep.kmeans._search import Codes
 
 __all__ = ["balanced_codes"]
 

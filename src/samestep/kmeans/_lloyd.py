@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from samestep.errors import SpecError
-from samestep.kmeans._assign import Codes, Nearest, row_distances
+from samestep.kmeans._assign import row_distances
 from samestep.kmeans._frame import Frame, Survey
 from samestep.kmeans._points import Points, each_piece, together
+from samestep.kmeans._search import Codes, Nearest
 from samestep.kmeans._select import gather_rows, pick_smallest
 from samestep.kmeans._update import ExactSums, pool_exact
 from samestep.pooling import Pool

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.kmeans._assign import Assigner, Codes
+from samestep.kmeans._assign import Assigner
 from samestep.kmeans._points import CACHE_BYTES, Points, as_points, each_piece, together
+from samestep.kmeans._search import Codes
 from samestep.pooling import Pool
 
 __all__ = ["Chain", "keep_small", "remover", "square_norms"]

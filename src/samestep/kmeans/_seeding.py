@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from samestep.errors import SpecError
-from samestep.kmeans._assign import Nearest, check_centroids
+from samestep.kmeans._assign import check_centroids
 from samestep.kmeans._frame import Frame, Survey
 from samestep.kmeans._points import Points
+from samestep.kmeans._search import Nearest
 from samestep.kmeans._select import draw_keys, gather_rows, pick_smallest, uniform
 from samestep.pooling import Pool
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from samestep.kmeans._frame import rounding_term
+from samestep.kmeans._native import address, kernels
 from samestep.pooling import Pool
 
 __all__ = ["ExactSums", "exact_total", "grid_weights", "pool_exact"]
@@ -60,8 +61,17 @@ class ExactSums:
             weights: (n_rows,) float64 or None.
             thread: picks the table.
         """
-        moved = np.flatnonzero(old != new)
         table, lock = self._tables[thread % len(self._tables)], self._locks[thread % len(self._tables)]
+        found = kernels()
+        if found is not None:
+            rows, old, new = rows.contiguous(), np.ascontiguousarray(old), np.ascontiguousarray(new)
+            with lock:
+                n_moved: int = found.ss_move(
+                    address(rows), rows.shape[0], rows.shape[1], address(old), address(new), address(weights),
+                    self._term, address(table),
+                )  # fmt: skip
+            return n_moved
+        moved = np.flatnonzero(old != new)
         for begin in range(0, len(moved), self._part):
             part = moved[begin : begin + self._part]
             index = torch.from_numpy(part)
