@@ -29,7 +29,7 @@ from samestep.sharding import fold_order, shard_range, subtrees
 
 __all__ = ["Layout", "TreeSum", "tree_sum"]
 
-_BLOCK_BYTES = 32 << 20  # halving and doubling in pieces: the scratch memory stays small and is used again
+_BLOCK_BYTES = 24 << 20  # halving and doubling in pieces: the scratch memory stays small and is used again
 _PAIR_DTYPES = (torch.float32, torch.float64)  # others the backends may round in their own ways
 
 
