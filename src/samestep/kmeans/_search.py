@@ -47,7 +47,9 @@ class Nearest:
     def __init__(self, table: Tensor, n_threads: int, way: Way | None = None) -> None:
         self._kernels = kernels() if way != "torch" else None
         self._table = table.contiguous()
-        exact = 0.5 * _in_order(self._table.double(), self._table.double())
+        # In parts: float64 copies of a large table would be most of a fit's memory.
+        parts = (part.double() for part in self._table.split(_PANEL))
+        exact = 0.5 * torch.cat([_in_order(part, part) for part in parts])
         self._same_as_earlier(exact)
         self._exact = exact
         self._way: Way = way or _fastest(self._kernels)
@@ -185,7 +187,7 @@ class _Panels:
     def __init__(self, table: Tensor, exact: Tensor, n_threads: int) -> None:
         half = exact.float()
         finite = torch.where(half.isfinite(), half, torch.zeros(()))
-        norms = table.double().square().sum(1).sqrt().float()
+        norms = torch.linalg.vector_norm(table, dim=1, dtype=torch.float64).float()
         # Any order of adding; the factor covers the rounding of the bound itself.
         self._share = 1.01 * (table.shape[1] + 4) * 2.0**-24
         self._panels = [
