@@ -44,6 +44,8 @@ def test_the_reference_has_every_public_name(site):
         "forward",
         "gradients",
         "lossfn",
+        "native",
+        "partials",
         "recipes",
         "tally",
         "transport",

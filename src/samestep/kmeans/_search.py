@@ -48,7 +48,8 @@ class Nearest:
         self._kernels = kernels() if way != "torch" else None
         self._table = table.contiguous()
         # In parts: float64 copies of a large table would be most of a fit's memory.
-        parts = (part.double() for part in self._table.split(_PANEL))
+        starts = range(0, self._table.shape[0], _PANEL)
+        parts = (self._table[start : start + _PANEL].double() for start in starts)
         exact = 0.5 * torch.cat([_in_order(part, part) for part in parts])
         self._same_as_earlier(exact)
         self._exact = exact
