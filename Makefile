@@ -11,7 +11,7 @@ JOBS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-slow lint format clean
+.PHONY: help setup demo test test-slow lint format docs bench bench-quick clean
 
 help:
 	@sed -n '2,4p' Makefile
@@ -42,6 +42,21 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup
+	$(BIN)/python scripts/make_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Peers of the comparisons; torch stays as it is.
+$(VENV)/.bench: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/run.py
+
+bench-quick: $(VENV)/.bench
+	$(BIN)/python benchmarks/run.py --quick
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
