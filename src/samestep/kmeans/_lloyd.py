@@ -23,7 +23,7 @@ from torch import Tensor
 from samestep.errors import SpecError
 from samestep.kmeans._assign import row_distances
 from samestep.kmeans._frame import Frame, Survey
-from samestep.kmeans._points import Points, each_piece, together
+from samestep.kmeans._points import Points, each_piece, raise_together, together
 from samestep.kmeans._search import Codes, Nearest
 from samestep.kmeans._select import gather_rows, pick_smallest
 from samestep.kmeans._update import ExactSums, pool_exact
@@ -147,11 +147,18 @@ def _pass(
 
         each_piece(problem.points, work, problem.n_threads)
 
-    together(problem.pool, local)
-    n_centroids = centroids.shape[0]
-    counts = np.append(np.bincount(problem.codes, minlength=n_centroids), sum(moved))
-    counts = problem.pool(torch.from_numpy(counts)).numpy()
-    table = sums.total(problem.pool)
+    n_centroids, failure = centroids.shape[0], None
+    try:
+        local()
+    except Exception as error:  # told to the others in the same message as the sums
+        failure = error
+    counts = np.bincount(np.maximum(problem.codes, 0), minlength=n_centroids)
+    table, beside = sums.total_beside(
+        problem.pool, torch.tensor([*counts, sum(moved), int(failure is not None)])
+    )
+    counts = beside.numpy()[:-1]
+    if beside[-1]:
+        raise_together(problem.pool, failure)
     mass = _masses(problem, n_centroids, counts[:-1])
     squares = np.einsum("kd,kd->k", table.numpy(), table.numpy())
     safe = np.where(mass > 0, mass, 1.0)

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from samestep.pooling import Pool
 
-__all__ = ["BLOCK_ROWS", "CACHE_BYTES", "Points", "Transform", "as_points", "each_piece", "together"]
+__all__ = [
+    "BLOCK_ROWS",
+    "CACHE_BYTES",
+    "Points",
+    "Transform",
+    "as_points",
+    "each_piece",
+    "raise_together",
+    "together",
+]
 
 BLOCK_ROWS = 1024
 CACHE_BYTES = 1 << 29
@@ -147,12 +156,24 @@ def together(pool: Pool, work: Callable[[], None]) -> None:
 
     Collective: all workers call it.
     """
-    message = ""
     failure: Exception | None = None
     try:
         work()
     except Exception as error:
-        failure, message = error, str(error) or type(error).__name__
+        failure = error
+    raise_together(pool, failure)
+
+
+def raise_together(pool: Pool, failure: Exception | None) -> None:
+    """Raise the same `SpecError` on all workers when this worker's part failed on any; else return.
+
+    Args:
+        pool: all workers.
+        failure: what this worker's part raised, or None.
+
+    Collective: all workers call it.
+    """
+    message = "" if failure is None else str(failure) or type(failure).__name__
     try:
         pool.agree(failure is None, message)
     except ValueError as common:

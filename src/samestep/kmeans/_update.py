@@ -18,7 +18,7 @@ from samestep.kmeans._frame import rounding_term
 from samestep.kmeans._native import address, kernels
 from samestep.pooling import Pool
 
-__all__ = ["ExactSums", "exact_total", "grid_weights", "pool_exact"]
+__all__ = ["ExactSums", "exact_total", "grid_weights", "pool_beside", "pool_exact"]
 
 _BUDGET_BYTES = 1 << 25
 _POOL_ELEMENTS = 1 << 20
@@ -93,11 +93,25 @@ class ExactSums:
 
         Collective: all workers call it.
         """
+        return self.total_beside(pool, torch.empty(0, dtype=torch.int64))[0]
+
+    def total_beside(self, pool: Pool, beside: Tensor) -> tuple[Tensor, Tensor]:
+        """As `total`, with figures that are summed, too.
+
+        Args:
+            pool: all workers.
+            beside: (n,) int64 figures that travel in the same message.
+
+        Returns:
+            The sums, and the sums of `beside`.
+
+        Collective: all workers call it.
+        """
         first = self._tables[0]
         for other in self._tables[1:]:
             first += other
             other.zero_()
-        return pool_exact(first, self._term, pool)
+        return pool_beside(first, self._term, pool, beside)
 
 
 def grid_weights(weights: Tensor, max_weight: float, n_points: int) -> Tensor:
@@ -118,6 +132,14 @@ def pool_exact(sums: Tensor, term: float, pool: Pool) -> Tensor:
 
     Collective: all workers call it.
     """
+    return pool_beside(sums, term, pool, torch.empty(0, dtype=torch.int64))[0]
+
+
+def pool_beside(sums: Tensor, term: float, pool: Pool, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """As `pool_exact`, with int64 figures that travel in the same message; returns both sums.
+
+    Collective: all workers call it.
+    """
     unit = term / 1.5 * 2.0**-52
     # numpy counts nothing as integers, so a worker without rows may bring another dtype.
     out = torch.empty_like(sums, dtype=torch.float64)
@@ -125,5 +147,11 @@ def pool_exact(sums: Tensor, term: float, pool: Pool) -> Tensor:
     for begin in range(0, max(given.numel(), 1), _POOL_ELEMENTS):
         # In parts, since integers, their sum and the result would triple the memory of a large table.
         part = slice(begin, begin + _POOL_ELEMENTS)
-        flat[part] = pool((given[part] / unit).long()).double().mul_(unit)
-    return out
+        numbers = (given[part] / unit).long()
+        if begin == 0 and len(beside):
+            both = pool(torch.cat([beside, numbers]))
+            beside, numbers = both[: len(beside)], both[len(beside) :]
+        else:
+            numbers = pool(numbers)
+        flat[part] = numbers.double().mul_(unit)
+    return out, beside
