@@ -24,6 +24,7 @@
 #define PANEL 512             /* centroids scored at a time */
 #define STRIP 256             /* rows scored at a time */
 #define STRIDE (STRIP + 16)   /* of scores; a power of two would hit few lines of the cache */
+#define FEW 8                 /* centroids whose least score is kept, so that few scores are read again */
 
 typedef struct { /* what is known of a row while panels pass */
     float upper; /* bound of its smallest true score */
@@ -228,24 +229,26 @@ static void multiply(const uint16_t *rows, int64_t n, int64_t n_steps, const uin
             _tile_stored(1, out + 16, STRIDE * 4);
             _tile_stored(2, out + 16 * STRIDE, STRIDE * 4);
             _tile_stored(3, out + 16 * STRIDE + 16, STRIDE * 4);
-            __m512 a = _mm512_set1_ps(INFINITY), b = a;
-            for (int j = 0; j < 32; j++) {
-                __m512 add = _mm512_set1_ps(half[k + j]);
-                a = _mm512_min_ps(a, _mm512_add_ps(_mm512_loadu_ps(out + j * STRIDE), add));
-                b = _mm512_min_ps(b, _mm512_add_ps(_mm512_loadu_ps(out + j * STRIDE + 16), add));
+            for (int64_t j = 0; j < 32; j += FEW) {
+                __m512 a = _mm512_set1_ps(INFINITY), b = a;
+                for (int64_t i = j; i < j + FEW; i++) {
+                    __m512 add = _mm512_set1_ps(half[k + i]);
+                    a = _mm512_min_ps(a, _mm512_add_ps(_mm512_loadu_ps(out + i * STRIDE), add));
+                    b = _mm512_min_ps(b, _mm512_add_ps(_mm512_loadu_ps(out + i * STRIDE + 16), add));
+                }
+                _mm512_storeu_ps(least + (k + j) / FEW * STRIDE + r, a);
+                _mm512_storeu_ps(least + (k + j) / FEW * STRIDE + r + 16, b);
             }
-            _mm512_storeu_ps(least + k / 32 * STRIDE + r, a);
-            _mm512_storeu_ps(least + k / 32 * STRIDE + r + 16, b);
         }
     }
 }
 
-/* As ss_scan, for scores[centroid][row] without `half`, of which the least of each 32 centroids is known. */
+/* As ss_scan, for scores[centroid][row] without `half`, of which the least of each FEW centroids is known. */
 static void scan_strip(const float *scores, const float *least, int64_t n, int64_t width, int64_t base, const float *half,
                        const float *slack, Row *known) {
     for (int64_t p = 0; p < n; p += 16) {
         __m512 smallest = _mm512_loadu_ps(least + p);
-        for (int64_t b = 1; b < width / 32; b++) smallest = _mm512_min_ps(smallest, _mm512_loadu_ps(least + b * STRIDE + p));
+        for (int64_t b = 1; b < width / FEW; b++) smallest = _mm512_min_ps(smallest, _mm512_loadu_ps(least + b * STRIDE + p));
         float limits[16], smallest_of[16];
         _mm512_storeu_ps(smallest_of, smallest);
         for (int64_t l = 0; l < 16; l++) {
@@ -257,11 +260,11 @@ static void scan_strip(const float *scores, const float *least, int64_t n, int64
                 limits[l] = -INFINITY;
         }
         __m512 limit = _mm512_loadu_ps(limits);
-        for (int64_t b = 0; b < width / 32; b++) {
+        for (int64_t b = 0; b < width / FEW; b++) {
             uint32_t hits = _mm512_cmp_ps_mask(_mm512_loadu_ps(least + b * STRIDE + p), limit, _CMP_LE_OQ);
             for (; hits; hits &= hits - 1) {
                 int lane = __builtin_ctz(hits);
-                for (int64_t k = b * 32; k < b * 32 + 32; k++) {
+                for (int64_t k = b * FEW; k < b * FEW + FEW; k++) {
                     float score = scores[k * STRIDE + p + lane] + half[k];
                     if (score <= limits[lane]) add_candidate(known + p + lane, base + k, score - slack[p + lane]);
                 }
@@ -273,7 +276,7 @@ static void scan_strip(const float *scores, const float *least, int64_t n, int64
 
 /* Bytes of `scratch` for `ss_search`. */
 int64_t ss_scratch(int64_t padded) {
-    return STRIP * padded * 2 + STRIP * (int64_t)sizeof(Row) + STRIP * 12 + (PANEL + PANEL / 32) * STRIDE * 4 + 64;
+    return STRIP * padded * 2 + STRIP * (int64_t)sizeof(Row) + STRIP * 12 + (PANEL + PANEL / FEW) * STRIDE * 4 + 64;
 }
 
 /* -table in bfloat16, in tiles of 16 centroids x 32 columns; norms are |kept| and |left out|. */
@@ -307,7 +310,7 @@ void ss_search(const float *rows, int64_t n, int64_t dim, int64_t padded, const 
     scratch += 63 - ((uintptr_t)scratch + 63) % 64;
     uint16_t *halved = (uint16_t *)scratch;
     float *scores = (float *)(scratch + STRIP * padded * 2), *least = scores + PANEL * STRIDE;
-    float *slack = least + PANEL / 32 * STRIDE, (*norms)[2] = (float (*)[2])(slack + STRIP);
+    float *slack = least + PANEL / FEW * STRIDE, (*norms)[2] = (float (*)[2])(slack + STRIP);
     Row *known = (Row *)(norms + STRIP);
     int64_t wide = (n_centroids + 31) / 32 * 32;
     /* Rounding of a sum of `padded` products in float32, and what denormal numbers lose. */
