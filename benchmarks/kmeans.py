@@ -253,6 +253,29 @@ def peer_levels(points: Array, train: Callable[[Array], Array]) -> list[torch.Te
     return levels
 
 
+def run_grid(points: Array, k: int, threads: int, batches: int = 30, batch_rows: int = 2048) -> Array:
+    """Train as snap-research/GRID does on one process: k-means++ on a buffer, then batches with running counts."""
+    torch.set_num_threads(threads)
+    rows, draw = torch.from_numpy(points), torch.Generator().manual_seed(0)
+    order = torch.randperm(len(rows), generator=draw)
+    buffer = rows[order[:3072]]
+    centroids = buffer[:1].clone()
+    for _ in range(k - 1):
+        closest = torch.cdist(buffer, centroids).square().amin(1)
+        centroids = torch.cat([centroids, buffer[torch.multinomial(closest, 1, generator=draw)]])
+    seen = torch.zeros(k)
+    for number in range(batches):
+        begin = number * batch_rows % max(len(rows) - batch_rows, 1)
+        batch = rows[order[begin : begin + batch_rows]]
+        codes = torch.cdist(batch, centroids).argmin(1)
+        counts = torch.bincount(codes, minlength=k).float()
+        sums = torch.zeros_like(centroids).index_add_(0, codes, batch)
+        seen += counts
+        share = (counts / seen.clamp_min(1)).unsqueeze(1)
+        centroids = centroids + share * (sums / counts.clamp_min(1).unsqueeze(1) - centroids)
+    return centroids.numpy()
+
+
 def residual(n_points: int, threads: int, options: argparse.Namespace) -> dict[str, Any]:
     """Compare the time to residual codebooks of no larger error."""
     torch.set_num_threads(threads)
@@ -265,7 +288,7 @@ def residual(n_points: int, threads: int, options: argparse.Namespace) -> dict[s
 
     def ours(passes: int) -> codebooks.Codebooks:
         return codebooks.fit(
-            torch.from_numpy(points), [256] * 3, seeding="random", max_iterations=passes, tolerance=0.0,
+            torch.from_numpy(points), [256] * 3, max_iterations=passes, tolerance=0.0,
             acceleration="overrelaxed", n_threads=threads,
         )  # fmt: skip
 
@@ -280,6 +303,7 @@ def residual(n_points: int, threads: int, options: argparse.Namespace) -> dict[s
         "vector-quantize 10": lambda: peer_levels(
             points, lambda left: run_vq(left, pick(left, 256), 10, threads)
         ),
+        "GRID-style batches": lambda: peer_levels(points, lambda left: run_grid(left, 256, threads)),
     }
     rows = {}
     for peer, train in peers.items():
