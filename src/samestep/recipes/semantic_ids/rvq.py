@@ -25,6 +25,7 @@ from samestep.recipes.semantic_ids.spec import SemanticIdsSpec
 __all__ = ["fit", "relative_errors"]
 
 _BLOCK_ROWS = 8192
+_KEPT_BYTES = 1 << 29
 _SAMPLE_PER_CODE = 32
 
 
@@ -54,14 +55,15 @@ def fit(
         sample = next(
             _batches(part, max(_SAMPLE_PER_CODE * n_centroids, spec.global_batch_size), spec.seed, level)
         )
+        left = _Left(part, books)
         start = kmeans.fit(
-            _residuals(part, sample, books), n_centroids,
+            left[sample], n_centroids,
             max_iterations=spec.kmeans_iterations, seed=spec.seed + level, pool=pool,
         )  # fmt: skip
         running = kmeans.MiniBatch(start.centroids, pool=pool)
         batches = _batches(part, spec.global_batch_size, spec.seed, len(spec.n_centroids) + level)
         for step in range(1, spec.steps + 1):
-            inertia = running.step(_residuals(part, next(batches), books))
+            inertia = running.step(left[next(batches)])
             if progress is not None:
                 progress(level, step, inertia)
         books = codebooks.Codebooks((*books.levels, running.centroids), offset)
@@ -105,9 +107,21 @@ def _batches(part: Items, n_rows: int, seed: int, stream: int) -> Iterator[NDArr
             yield mine[(mine >= 0) & (mine < len(part))]
 
 
-def _residuals(part: Items, rows: NDArray[np.int64], books: codebooks.Codebooks) -> Tensor:
-    """Return what the levels so far leave of some rows."""
-    points = torch.from_numpy(np.array(part.embeddings[rows], dtype=np.float32))
-    if not books.levels:
-        return points - books.offset
-    return points - codebooks.decode(codebooks.encode(points, books), books)
+class _Left:
+    """What the levels so far leave of this worker's rows; kept while they are few, for each is read many times."""
+
+    def __init__(self, part: Items, books: codebooks.Codebooks) -> None:
+        self._part, self._books = part, books
+        self._kept: Tensor | None = None
+        if len(part) * part.dim * 4 <= _KEPT_BYTES:
+            blocks = [np.arange(i, min(i + _BLOCK_ROWS, len(part))) for i in range(0, len(part), _BLOCK_ROWS)]
+            self._kept = torch.cat([torch.empty(0, part.dim), *(self._left(rows) for rows in blocks)])
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> Tensor:
+        return self._left(rows) if self._kept is None else self._kept[torch.from_numpy(rows)]
+
+    def _left(self, rows: NDArray[np.int64]) -> Tensor:
+        points = torch.from_numpy(np.array(self._part.embeddings[rows], dtype=np.float32))
+        if not self._books.levels:
+            return points - self._books.offset
+        return points - codebooks.decode(codebooks.encode(points, self._books), self._books)
