@@ -13,6 +13,7 @@ tensors (counts, loss sums, statistics); gradients go through `hooks`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "ordered_sum",
     "pool",
     "reduce",
+    "twin",
     "weighted_mean",
 ]
 
@@ -241,3 +243,20 @@ def gather_parts(tensor: Tensor, group: Group) -> list[Tensor]:
         with group.collective("gathering of tensors"):
             dist.all_gather(parts, mine, group=group.process_group)
     return parts
+
+
+def twin(group: Group) -> Group:
+    """Return the same workers over connections of their own, for a thread whose traffic must not mix.
+
+    Args:
+        group: the workers.
+
+    Example:
+        >>> twin(Group.single()).world_size
+        1
+
+    Collective: all ranks of `group`.
+    """
+    if group.world_size == 1:
+        return group
+    return dataclasses.replace(group, process_group=dist.new_group(backend="gloo"), _owns=False)

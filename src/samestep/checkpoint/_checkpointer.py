@@ -16,12 +16,13 @@ from torch import Tensor
 
 from samestep.checkpoint._folder import Found, find, read_manifest
 from samestep.checkpoint._place import check
-from samestep.checkpoint._staging import Staging, twin
+from samestep.checkpoint._staging import Staging
 from samestep.checkpoint._state import State, collect, present
 from samestep.checkpoint._storage import plan_parts, read_tensors, verify
 from samestep.checkpoint._writing import check_same, everywhere, write
 from samestep.errors import CheckpointError, SpecError
 from samestep.group import Group
+from samestep.reduce import twin
 
 __all__ = ["Checkpointer"]
 

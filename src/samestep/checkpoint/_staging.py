@@ -1,16 +1,13 @@
-"""What saving behind the loop needs: copies that the loop cannot change, and connections of its own."""
+"""What saving behind the loop needs: copies that the loop cannot change."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from samestep.group import Group
-
-__all__ = ["Staging", "twin"]
+__all__ = ["Staging"]
 
 
 class Staging:
@@ -38,13 +35,3 @@ class Staging:
     def clear(self) -> None:
         """Give the memory back."""
         self._kept = {}
-
-
-def twin(group: Group) -> Group:
-    """Return the same workers over connections of their own, for a thread whose traffic must not mix.
-
-    Collective: all ranks of `group`.
-    """
-    if group.world_size == 1:
-        return group
-    return dataclasses.replace(group, process_group=torch.distributed.new_group(backend="gloo"), _owns=False)
