@@ -145,13 +145,7 @@ def times(group: Group, model_name: str, n_shards: int, budget: float, warm: int
         turns.append(reduce(seconds, group, "max").tolist())
         spent += sum(turns[-1])
     turns = turns[warm:]
-    row: dict[str, Any] = {
-        "model": model_name,
-        "parameters": sum(p.numel() for p in MODELS[model_name][0]().parameters()),
-        "world_size": group.world_size,
-        "shards": n_shards,
-        "turns": len(turns),
-    }
+    row: dict[str, Any] = {"turns": len(turns)}
     for place, name in enumerate(names):
         row[f"{name}_ms"] = round(1000 * statistics.median(turn[place] for turn in turns), 2)
         if place:
@@ -175,7 +169,8 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         "# What a step costs beside plain torch DDP with the same micro-batches",
         "",
-        f"`{found['command']}`, torch {found['environment']['torch']}, gloo, 1 thread per worker, "
+        f"{' and '.join(f'`{found[key]}`' for key in ('command', 'memory_command') if key in found)}, "
+        f"torch {found['environment']['torch']}, gloo, 1 thread per worker, "
         f"{found['machine']} with {found['environment']['cpu_capability']}, {found['date']}. Time: medians of the "
         "ratios within a turn, and their quartiles. Memory: peak over the parameters' bytes; DDP's own (with the "
         "model), and what is held beyond it. `hook` is plain DDP with `hooks.weighted_mean`.",
@@ -189,8 +184,8 @@ def table(found: dict[str, Any]) -> str:
             f"{row['parameters']:,}",
             row["world_size"],
             row["shards"],
-            row["turns"],
-            row["DDP_ms"],
+            row.get("turns", ""),
+            row.get("DDP_ms", ""),
         ]
         for name in NAMES[1:]:
             low, high = row.get(f"{name}_quartiles", (0, 0))
@@ -214,13 +209,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
+    timed = [row for row in rows if "DDP_ms" in row]
     measured = [row for row in rows if "memory" in row]
-    for axes, chosen in ((left, rows), (right, measured)):
+    for axes, chosen in ((left, timed), (right, measured)):
         labels = [f"{row['model']}\nN={row['world_size']} S={row['shards']}" for row in chosen]
         axes.set_xticks(range(len(chosen)), labels, fontsize=6, rotation=60)
     for shift, name in ((-0.2, "fast"), (0.2, "exact")):
         left.bar(
-            [i + shift for i in range(len(rows))], [row[f"{name}_ratio"] for row in rows], 0.4, label=name
+            [i + shift for i in range(len(timed))], [row[f"{name}_ratio"] for row in timed], 0.4, label=name
         )
         beyond = [row["memory"][name] - row["memory"]["DDP"] for row in measured]
         right.bar([i + shift for i in range(len(measured))], beyond, 0.4, label=name)
@@ -248,6 +244,12 @@ def main() -> None:
         for layout in args.layouts:
             world_size, n_shards = map(int, layout.split(","))
             row = rows.setdefault((model, world_size, n_shards), {})
+            row |= {
+                "model": model,
+                "parameters": sum(p.numel() for p in MODELS[model][0]().parameters()),
+                "world_size": world_size,
+                "shards": n_shards,
+            }
             if args.what != "memory":
                 row |= launch.run(times, world_size, model, n_shards, args.seconds, timeout_seconds=3600)[0]
             if args.what != "times":
@@ -258,8 +260,11 @@ def main() -> None:
                     for name in NAMES[:3]
                 }
             print(row, flush=True)
+    if args.what == "memory":
+        found["memory_command"] = "python benchmarks/step.py --what memory"
+    else:
+        found["command"] = f"python benchmarks/step.py --seconds {args.seconds:g}"
     found |= {
-        "command": f"python benchmarks/step.py --seconds {args.seconds:g}",
         "machine": platform.processor() or platform.machine(),
         "date": datetime.date.today().isoformat(),
         "environment": environment.fingerprint(),
