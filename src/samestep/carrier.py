@@ -7,8 +7,9 @@ may use different ones, and none waits for a bucket that another one never fills
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,13 +71,14 @@ class Carrier:
 
         Collective: all ranks of the group.
         """
-        for _ in range(2):
-            loss = self._nought()
-            for nothing, parameter in zip(self._nothing, self._parameters):
-                loss = _Touch.apply([nothing], loss, parameter)  # type: ignore[no-untyped-call]
-            self._ddp(loss).backward()
-            for parameter in self._parameters:
-                parameter.grad = None
+        with _without_hooks(self._parameters):
+            for _ in range(2):
+                loss = self._nought()
+                for nothing, parameter in zip(self._nothing, self._parameters):
+                    loss = _Touch.apply([nothing], loss, parameter)  # type: ignore[no-untyped-call]
+                self._ddp(loss).backward()
+                for parameter in self._parameters:
+                    parameter.grad = None
 
     def backward(self, loss: Tensor | None, scale: Callable[[Tensor], Tensor]) -> None:
         """Run the backward of a loss; it reaches every parameter and communicates once per bucket.
@@ -115,6 +117,25 @@ class Carrier:
 
     def _nought(self) -> Tensor:
         return torch.zeros((), device=self._parameters[0].device, requires_grad=True)
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep users' hooks from a backward that is none of theirs: one may even step an optimizer."""
+    found = [
+        hooks
+        for parameter in parameters
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+        if hooks
+    ]
+    kept = [dict(hooks) for hooks in found]
+    try:
+        for hooks in found:  # autograd looks into these very dicts
+            hooks.clear()
+        yield
+    finally:
+        for hooks, saved in zip(found, kept):
+            hooks.update(saved)
 
 
 class _Passing(nn.Module):

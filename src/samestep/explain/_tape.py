@@ -123,8 +123,10 @@ class Tape:
             value.register_hook(lambda g: self.gradient(call, key, g))  # type: ignore[no-untyped-call]
         return value
 
-    def _collect(self, name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
+    def _collect(self, name: str) -> Callable[[Tensor | None], None]:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is None:  # a parameter that took part in the backward with nothing
+                return
             found = self.local[name]
             dense = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
             while len(found) < max(len(self.calls), 1):
