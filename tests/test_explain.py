@@ -225,7 +225,7 @@ FAULTS = {
         ("weights 0.25 each on rank 0 where 1 each is right",),
     ),
     "another rule of clipping by 1e-6": (
-        (partial(zoo.own_step, "fast", clip=zoo.clip), batch("tokens")),
+        (partial(zoo.own_step, "exact", clip=zoo.clip), batch("tokens")),
         ("reduction", "fc1.weight", ALL, "reduction scaled"),
         ("x the reference's, where it enters the optimizer", "clipping"),
     ),

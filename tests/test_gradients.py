@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from samestep import launch
 from samestep.carrier import sparse_parameters
 from samestep.errors import SpecError
 from samestep.gradients import GradientSum
 from samestep.group import Group
 from samestep.sharding import tree_fold
+from samestep.step import TrainStep
 
 
 def make(n_shards: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, GradientSum]:
@@ -86,3 +88,21 @@ def test_a_sparse_gradient_that_comes_by_surprise_is_refused():
         gradients.settle(1.0)
     assert sparse_parameters(model) == []
     assert len(sparse_parameters(nn.EmbeddingBag(3, 2, sparse=True))) == 1
+
+
+def count_hooks(group):
+    """A user's hooks: called once by a step, and not by the wrapping of the model."""
+    model = nn.Linear(2, 1)
+    called = []
+    model.weight.register_hook(lambda gradient: called.append("gradient") or gradient * 1.0)
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: called.append("accumulated"))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+    wrapped = list(called)
+    step.train_step([torch.ones(3, 2)], lambda model, batch: (model(batch).sum(), len(batch)))
+    return wrapped, sorted(called)
+
+
+def test_users_hooks_see_their_own_backward_alone():
+    for wrapped, stepped in launch.run(count_hooks, 2):
+        assert wrapped == []
+        assert stepped == ["accumulated", "gradient"]
