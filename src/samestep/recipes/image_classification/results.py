@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from typing import Any
 
-import torch
-
-import samestep
 from samestep import report
 from samestep.errors import CheckpointError, ReplicaMismatchError
 from samestep.fingerprint import hexdigest
@@ -22,6 +18,7 @@ from samestep.recipes.image_classification.evaluate import Figures
 from samestep.recipes.image_classification.models import Classifier
 from samestep.recipes.image_classification.schedule import Plan
 from samestep.recipes.image_classification.spec import ImageClassificationSpec
+from samestep.recipes.outputs import manifest_head, write_model
 
 __all__ = ["write"]
 
@@ -47,7 +44,7 @@ def write(
     problem = ""
     if group.is_main:
         try:
-            _write_model(folder, model)
+            write_model(folder, model)
             quality = {"train_samples": len(data.train), **figures.to_dict(data.classes)}
             with replacing(folder.path / "quality.json") as file:
                 file.write((json.dumps(quality, indent=2) + "\n").encode())
@@ -61,30 +58,12 @@ def write(
     group.agree(not problem, problem, CheckpointError)
 
 
-def _write_model(folder: RunFolder, model: Classifier) -> None:
-    import safetensors.torch
-
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    with replacing(folder.path / "model.safetensors") as file:
-        file.write(safetensors.torch.save(tensors))
-
-
 def _manifest(
     spec: ImageClassificationSpec, group: Group, data: Data, plan: Plan, digests: dict[str, str]
 ) -> dict[str, Any]:
     return {
-        "format_version": 1,
-        "recipe": spec.recipe,
+        **manifest_head(spec, group),
         "model": spec.model,
-        "samestep": samestep.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "mode": spec.mode,
-        "workers": group.world_size,
-        "shards": spec.shards,
-        "threads": torch.get_num_threads(),
-        "device": str(group.device),
-        "seed": spec.seed,
         "steps": plan.steps,
         "steps_per_epoch": plan.steps_per_epoch,
         "global_batch_size": spec.global_batch_size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import samestep
 from samestep import report
 from samestep.errors import CheckpointError, ReplicaMismatchError
 from samestep.fingerprint import hexdigest
 from samestep.group import Group
-from samestep.recipes.atomic import replacing
 from samestep.recipes.display import Display
 from samestep.recipes.folder import RunFolder
+from samestep.recipes.outputs import manifest_head, write_model
 from samestep.recipes.semantic_ids import ids, outputs, quality
 from samestep.recipes.semantic_ids.data import Items, part_bounds
 from samestep.recipes.semantic_ids.model import RQVAE
@@ -95,7 +93,7 @@ def _write_files(
         folder.path / "codebooks.safetensors", learned.levels, offset=learned.offset, metadata=facts
     )
     if learned.model is not None:
-        _write_model(folder, learned.model)
+        write_model(folder, learned.model)
     outputs.write_parquet(
         folder.path / "semantic_ids.parquet", items.all_ids, codes, digits,
         n_centroids_per_level=spec.n_centroids, metadata=facts,
@@ -109,30 +107,12 @@ def _write_files(
     return figures
 
 
-def _write_model(folder: RunFolder, model: RQVAE) -> None:
-    import safetensors.torch
-
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    with replacing(folder.path / "model.safetensors") as file:
-        file.write(safetensors.torch.save(tensors))
-
-
 def _manifest(
     spec: SemanticIdsSpec, group: Group, items: Items, learned: Learned, digests: list[str]
 ) -> dict[str, Any]:
     return {
-        "format_version": 1,
-        "recipe": spec.recipe,
+        **manifest_head(spec, group),
         "kind": spec.kind,
-        "samestep": samestep.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "mode": spec.mode,
-        "workers": group.world_size,
-        "shards": spec.shards,
-        "threads": torch.get_num_threads(),
-        "device": str(group.device),
-        "seed": spec.seed,
         "steps": spec.steps if learned.model is not None else 0,
         "items": items.n_total,
         "dim": items.dim,
