@@ -43,13 +43,13 @@ QUICK = {
 WRITES = {"startup", "schedule", "momentum", "preview", "reduce", "step", "kmeans", "invariance"}
 
 
-def rows(folder: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (claim, figure, bar, against) from the results in a folder."""
+def rows(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yield (claim, figure, bar, against, date) from the results in a folder."""
     for name, read in READERS.items():
         path = folder / f"{name}.json"
         if path.exists():
             found = json.loads(path.read_text())
-            yield from ((*row, found.get("date", "")) for row in read(found))  # type: ignore[misc]
+            yield from ((*row, found.get("date", "")) for row in read(found))
 
 
 def _kmeans(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:

@@ -15,6 +15,7 @@ the code of a row hangs on the row and on the centroids alone: not on blocks, th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -55,7 +56,8 @@ class Nearest:
         self._exact = exact
         self._way: Way = way or _fastest(self._kernels)
         if self._way == "tiles":
-            self._tiles = _Tiles(self._table, exact, n_threads)
+            assert self._kernels is not None
+            self._tiles = _Tiles(self._kernels, self._table, exact, n_threads)
         else:
             self._panels = _Panels(self._table, exact, n_threads)
 
@@ -64,8 +66,7 @@ class Nearest:
         rows = rows.contiguous()
         codes = np.empty(rows.shape[0], dtype=np.int32)
         if self._way == "tiles":
-            assert self._kernels is not None
-            self._tiles.search(self._kernels, rows, self._table, self._exact, thread, codes)
+            self._tiles.search(rows, thread, codes)
             return codes
         for begin in range(0, rows.shape[0], BLOCK_ROWS):
             block = rows[begin : begin + BLOCK_ROWS]
@@ -153,9 +154,8 @@ def exact_scores(rows: Tensor, centroids: Tensor, half: Tensor) -> Tensor:
 class _Tiles:
     """The table in bfloat16, and room to work in."""
 
-    def __init__(self, table: Tensor, exact: Tensor, n_threads: int) -> None:
-        found = kernels()
-        assert found is not None
+    def __init__(self, found: Kernels, table: Tensor, exact: Tensor, n_threads: int) -> None:
+        self._kernels, self._table, self._exact = found, table, exact
         n, dim = table.shape
         self._padded = -(-dim // 32) * 32
         wide = -(-n // 32) * 32
@@ -172,12 +172,11 @@ class _Tiles:
         self._limits *= 1.001
         self._scratch = [zeros(found.ss_scratch(self._padded)) for _ in range(n_threads)]
 
-    def search(
-        self, found: Kernels, rows: Tensor, table: Tensor, exact: Tensor, thread: int, codes: Codes
-    ) -> None:
-        found.ss_search(
-            address(rows), rows.shape[0], rows.shape[1], self._padded, address(table), table.shape[0],
-            address(self._packed), address(self._half), address(exact), address(self._limits),
+    def search(self, rows: Tensor, thread: int, codes: Codes) -> None:
+        """Write the codes of contiguous rows."""
+        self._kernels.ss_search(
+            address(rows), rows.shape[0], rows.shape[1], self._padded, address(self._table), self._table.shape[0],
+            address(self._packed), address(self._half), address(self._exact), address(self._limits),
             address(self._scratch[thread]), address(codes),
         )  # fmt: skip
 
@@ -204,7 +203,7 @@ class _Panels:
         width = min(_PANEL, table.shape[0])
         self._buffers = [torch.empty(BLOCK_ROWS * width) for _ in range(n_threads)]
 
-    def scores(self, block: Tensor, thread: int):  # type: ignore[no-untyped-def]
+    def scores(self, block: Tensor, thread: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield for each panel its first centroid, (n_rows, width) scores, and (n_rows,) bounds of their error."""
         lengths = block.square().sum(1).sqrt()
         for begin, panel, half, norm, largest in self._panels:
