@@ -43,7 +43,7 @@ LAYERS = [
         "survive",
     ],
     # over time
-    ["lossfn", "watch", "buffers", "forward", "start", "step", "scheduler", "checkpoint", "weighing"],
+    ["compiled", "lossfn", "watch", "buffers", "forward", "start", "step", "scheduler", "checkpoint", "weighing"],
     # proof
     ["audit", "compare", "explain", "doctor", "report"],
     # edge

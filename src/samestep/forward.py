@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep import lossfn, streams
+from samestep import compiled, lossfn, streams
 from samestep.buffers import BufferMerge
 from samestep.errors import SpecError
 from samestep.gradients import GradientSum
@@ -39,7 +39,7 @@ class Settings:
         micro_batch_size: samples that run at a time, or None for whole shards.
         seed: of the shards' random streams.
         allow_nonfinite: leave a loss that is not finite to the gradient's check.
-        alone: whether a loss that talks to other workers is refused.
+        exact: refuse a loss that talks to other workers, and kernels that depend on what ran before.
     """
 
     block: range | None
@@ -48,7 +48,7 @@ class Settings:
     micro_batch_size: int | None
     seed: int
     allow_nonfinite: bool
-    alone: bool
+    exact: bool
 
 
 class ShardRunner:
@@ -163,7 +163,7 @@ class ShardRunner:
                     loss_fn,
                     self._model,
                     shard,
-                    self._settings.alone,
+                    self._settings.exact,
                     partial(self._start_shard, step, number),
                 )
             self._trusted.add(kind)
@@ -188,7 +188,7 @@ class ShardRunner:
             if loss is not None:
                 torch.autograd.backward(self.scale(loss))
                 self._gradients.between()
-            with self._settings.autocast():
+            with self._settings.autocast(), compiled.by_shape() if self._settings.exact else nullcontext():
                 result = lossfn.call(loss_fn, self._model, piece)
             loss = result.loss if result.row.count else None
             rows.append(result.row)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep import compiled
 from samestep.errors import SpecError
 from samestep.sharding import Shard
 from samestep.tally import Row
@@ -148,7 +149,7 @@ def probe(
         rows = []
         for piece in pieces:
             prepare(draw)
-            with torch.no_grad(), guard:
+            with compiled.as_if_not(), torch.no_grad(), guard:
                 rows.append(call(loss_fn, model, piece).row)
         whole, *halves = rows
         if (
