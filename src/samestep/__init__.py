@@ -23,6 +23,7 @@ __all__ = [
     "checkpoint",
     "codebooks",
     "compare",
+    "compiled",
     "doctor",
     "environment",
     "errors",
