@@ -34,7 +34,10 @@ def measure(group: Group, megabytes: list[float], repeats: int, exchange: bool) 
         "tree_sum": lambda flat: tree.tree_sum([flat], layout, group),
     }
     if exchange:
-        jobs["exchange"] = lambda flat: tree._exchange([flat], layout, group)
+        jobs["exchange"] = lambda flat: list(tree._exchange([flat], layout, group, 0))
+        jobs["all_to_all"] = lambda flat: tree._all_to_all([flat], layout, group)
+        if layout.halving:
+            jobs["halving"] = lambda flat: list(tree._halve_and_double(flat, group, 0))
     rows = []
     for size in megabytes:
         flat = torch.ones(int(size * 2**20 / 4))
@@ -66,7 +69,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--exchange", action="store_true", help="time the schedule of other backends, too")
+    parser.add_argument("--exchange", action="store_true", help="time every schedule by itself, too")
     parser.add_argument("--out", type=Path, default=RESULTS / "reduce.json")
     args = parser.parse_args()
     rows = []

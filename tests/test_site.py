@@ -44,6 +44,7 @@ def test_the_reference_has_every_public_name(site):
         "bulk",
         "carrier",
         "cli",
+        "compiled",
         "forward",
         "gradients",
         "lossfn",

@@ -55,26 +55,48 @@ def test_the_sum_has_the_bits_of_the_plain_definition(world_size):
     assert launch.run(add_all, world_size, timeout_seconds=120) == [[]] * world_size
 
 
-def both_schedules(group: Group) -> bool:
-    """One subtree each: halving and doubling, and the exchange of chunks, on the same sums."""
+def all_schedules(group: Group) -> bool:
+    """One subtree each: messages of chunks, halving and doubling, and the collectives, on the same sums."""
     values = leaves(8, 1003)
     layout = Layout.of(8, group.world_size)
     block = shard_range(8, group.world_size, group.rank)
     assert layout.halving
-    second = tree._exchange(local_sums(8, block, values), layout, group)
     same = []
     for block_bytes in (tree._BLOCK_BYTES, 64, 4):  # at once, in many pieces, of single elements
         tree._BLOCK_BYTES = block_bytes
-        first = local_sums(8, block, values)[0]
-        for _ in tree._halve_and_double(first, group, 0):
+        halved, exchanged = (local_sums(8, block, values) for _ in range(2))
+        for _ in tree._halve_and_double(halved[0], group, 0):
             pass
-        same.append(torch.equal(first, second))
-    return all(same)
+        for _ in tree._exchange(exchanged, layout, group, 0):
+            pass
+        same += [torch.equal(sums[0], tree_fold(values)) for sums in (halved, exchanged)]
+    return all(same) and torch.equal(
+        tree._all_to_all(local_sums(8, block, values), layout, group), tree_fold(values)
+    )
 
 
-def test_both_schedules_give_the_same_bits():
-    assert launch.run(both_schedules, 4, timeout_seconds=120) == [True] * 4
-    assert launch.run(both_schedules, 2, timeout_seconds=120) == [True] * 2
+def test_all_schedules_give_the_same_bits():
+    assert launch.run(all_schedules, 4, timeout_seconds=120) == [True] * 4
+    assert launch.run(all_schedules, 2, timeout_seconds=120) == [True] * 2
+
+
+def uneven(group: Group) -> list[bool]:
+    """Unlike numbers of subtrees, through both schedules for them, and a sum in pieces."""
+    same = []
+    for n_shards in (4, 5, 8):
+        values, layout = leaves(n_shards, 1003), Layout.of(n_shards, group.world_size)
+        block = shard_range(n_shards, group.world_size, group.rank)
+        for tree._BLOCK_BYTES in (1 << 20, 64, 4):
+            same.append(
+                torch.equal(tree_sum(local_sums(n_shards, block, values), layout, group), tree_fold(values))
+            )
+        together = tree._all_to_all(local_sums(n_shards, block, values), layout, group)
+        same.append(torch.equal(together, tree_fold(values)))
+    return same
+
+
+def test_uneven_layouts_in_pieces():
+    assert launch.run(uneven, 3, timeout_seconds=120) == [[True] * 12] * 3
 
 
 def under_way(group: Group, n_shards: int) -> list[bool]:

@@ -9,10 +9,13 @@ two workers with one sum each: there is one addition per element, and an additio
 
     all-reduce (two workers, one subtree each)
         rank 0  a ⇄ 1 b     a + b
-    halving and doubling (each worker holds one subtree, all of one size; gloo)
+    exchange of chunks (any layout)
+        chunk j of every subtree goes to worker j ── worker j adds them along the tree ── and sends the sum to all
+        gloo: straight from the tensor and back into it, in messages;  NCCL: all-to-all and all-gather
+    halving and doubling (each worker holds one subtree, all of one size; gloo, from eight workers on)
         rank 0  [a0 a1]   ⇄ 1     half of (0+1)    ⇄ 2     quarter of ((0+1)+(2+3))   then back: 2, 1
-    exchange of chunks (any layout; NCCL)
-        all-to-all: chunk j of every subtree goes to worker j ── worker j adds them along the tree ── all-gather
+
+Chunks travel once each way; halves go log2(N) ways, in fewer messages, which pays when there are many workers.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from samestep.sharding import fold_order, shard_range, subtrees
 
 __all__ = ["Layout", "TreeSum", "tree_sum"]
 
-_BLOCK_BYTES = 24 << 20  # halving and doubling in pieces: the scratch memory stays small and is used again
+_BLOCK_BYTES = 32 << 20  # large sums go in pieces: the scratch memory stays small and is used again
+_MANY_WORKERS = 8  # from here on halving and doubling is the faster one on gloo (benchmarks/reduce.py)
 _PAIR_DTYPES = (torch.float32, torch.float64)  # others the backends may round in their own ways
 
 
@@ -116,10 +120,12 @@ class TreeSum:
             yield
             assert work is not None
             work.wait()
-        elif layout.halving and flat.device.type == "cpu":
+        elif flat.device.type != "cpu":
+            self._total = _all_to_all(sums, layout, group)
+        elif layout.halving and group.world_size >= _MANY_WORKERS:
             yield from _halve_and_double(flat, group, tag)
         else:
-            self._total = _exchange(sums, layout, group)
+            yield from _exchange(sums, layout, group, tag)
 
 
 def tree_sum(sums: list[Tensor], layout: Layout, group: Group) -> Tensor:
@@ -210,13 +216,51 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-def _exchange(sums: list[Tensor], layout: Layout, group: Group) -> Tensor:
-    """Sum by chunks: worker j receives chunk j of every subtree sum, adds them, and all gather the chunks."""
+def _exchange(sums: list[Tensor], layout: Layout, group: Group, tag: int) -> Iterator[None]:
+    """Sum in place into the first tensor, by messages of chunks; it yields when the first are on their way.
+
+    A worker sends the sum of its chunk only when it has all its parts: so what comes back for a chunk comes after
+    that chunk has left, and may be received over it.
+    """
+    me, n_workers = group.rank, group.world_size
+    others = [(me + distance) % n_workers for distance in range(1, n_workers)]  # not all to rank 0 at first
+    block = max(1, _BLOCK_BYTES // sums[0].element_size())
+    scratch = sums[0].new_empty(
+        (sum(layout.parts) - layout.parts[me]) * -(-min(block, sums[0].numel()) // n_workers)
+    )
+    sends, back = [], []
+    for place, parts in enumerate(zip(*(torch.split(flat, block) for flat in sums), strict=True)):
+        size = -(-parts[0].numel() // n_workers)
+        mine, *own = [part[me * size : (me + 1) * size] for part in parts]
+        rest = iter(torch.split(scratch, max(1, mine.numel())))
+        slots = [
+            [mine, *own] if rank == me else [next(rest) for _ in range(n)] if mine.numel() else []
+            for rank, n in enumerate(layout.parts)
+        ]
+        incoming = [_receive(slot, rank, group, 2 * tag) for rank in others for slot in slots[rank]]
+        for rank in others:
+            span = slice(rank * size, (rank + 1) * size)
+            sends += [_send(part[span], rank, group, 2 * tag) for part in parts]
+            back.append(_receive(parts[0][span], rank, group, 2 * tag + 1))
+        if place == 0:
+            yield
+        for work in incoming:
+            _wait(work)
+        if mine.numel():
+            total = _fold([slot for each in slots for slot in each], layout.folds)
+            if me:
+                mine.copy_(total)
+        sends += [_send(mine, rank, group, 2 * tag + 1) for rank in others]
+    for work in [*back, *sends]:
+        _wait(work)
+
+
+def _all_to_all(sums: list[Tensor], layout: Layout, group: Group) -> Tensor:
+    """The same exchange by the collectives that NCCL has for it."""
     n_workers, size = group.world_size, sums[0].numel()
     chunk = -(-size // n_workers)
-    outgoing = sums[0].new_zeros(
-        n_workers, len(sums), chunk
-    )  # the padding travels, and is cut off at the end
+    # The padding travels, and is cut off at the end.
+    outgoing = sums[0].new_zeros(n_workers, len(sums), chunk)
     for slot, flat in enumerate(sums):
         for worker in range(n_workers):
             piece = flat[worker * chunk : (worker + 1) * chunk]
