@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from typing import Any
 
+import record
 import torch
 from torch import Tensor, nn
 
@@ -83,18 +83,14 @@ def now(group: Group) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--sizes", nargs="+", default=["160x3", "320x5", "512x8"], help="width x depth")
     parser.add_argument("--sequences", type=int, default=16, help="per worker and step")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=7)
+    record.add_out(parser, "audit")
     args = parser.parse_args()
-    machine = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        **vars(args),
-    }
-    print(json.dumps(machine), flush=True)
+    rows = []
     for size in args.sizes:
         width, depth = map(int, size.split("x"))
         for world_size in args.workers:
@@ -108,7 +104,33 @@ def main() -> None:
                 args.steps,
                 timeout_seconds=1200,
             )
+            rows.append(results[0])
             print(json.dumps(results[0]), flush=True)
+    record.save(
+        args.out,
+        rows,
+        lambda _, axes: plot(axes, rows),
+        panels=2,
+        bars_percent={"every step": 3, "every 100": 0.1},
+    )
+
+
+def plot(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for world_size in sorted({row["world_size"] for row in rows}):
+        mine = [row for row in rows if row["world_size"] == world_size]
+        millions = [row["parameters"] / 1e6 for row in mine]
+        axes[0].plot(
+            millions, [row["every_step_percent"] for row in mine], marker="o", label=f"N={world_size}"
+        )
+        axes[1].plot(
+            millions, [1000 * row["audit_seconds"] for row in mine], marker="o", label=f"N={world_size}"
+        )
+    axes[0].axhline(3, color="black", linewidth=0.8)
+    axes[0].set(
+        xlabel="million parameters", ylabel="audit of every step, % of step time", xscale="log", ylim=0
+    )
+    axes[1].set(xlabel="million parameters", ylabel="an audit, ms", xscale="log", yscale="log")
+    axes[0].legend()
 
 
 if __name__ == "__main__":

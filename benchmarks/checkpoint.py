@@ -11,7 +11,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from samestep.checkpoint import Checkpointer
 from samestep.group import Group
+
+WARM_UP = 2  # turns
 
 
 def build(millions: float, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -104,23 +106,35 @@ class Ways:
         set_state_dict(*self.target, model_state_dict=model, optim_state_dict=optimizer)
 
 
+def touch_memory(millions: float) -> None:
+    """Use as much memory once as the largest job will: both states, what is read, and the files' pages.
+
+    A virtual machine is given its memory by the host at the first touch, at several times the cost of a later one,
+    and the first contender would pay for all.
+    """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    torch.zeros(min(int(72e6 * millions), free * 3 // 4), dtype=torch.uint8)
+
+
 def medians(
     jobs: dict[str, Callable[[], object]], between: Callable[[str], object], repeats: int
 ) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for turn in range(repeats + 1):
-        for name, job in jobs.items():
+    for turn in range(WARM_UP + repeats):
+        # Forth and back, so that nobody always follows the same other one.
+        for name in list(jobs) if turn % 2 else reversed(jobs):
             os.sync()  # nobody pays for the bytes of the one before
             start = time.perf_counter()
-            job()
+            jobs[name]()
             spent = time.perf_counter() - start
             between(name)
-            if turn:
+            if turn >= WARM_UP:
                 seconds[name].append(spent)
     return {name: round(statistics.median(values), 3) for name, values in seconds.items()}
 
 
 def measure(millions: float, repeats: int, where: str | None) -> dict[str, Any]:
+    touch_memory(millions)
     with tempfile.TemporaryDirectory(dir=where) as folder:
         ways = Ways(Path(folder), millions)
         saving = medians(
@@ -170,23 +184,37 @@ def check_equal(ways: Ways) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--millions", type=float, nargs="+", default=[25.0], help="parameters, such as 25 250"
-    )
+    parser.add_argument("--millions", type=float, nargs="+", default=[25.0, 250.0], help="parameters")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--folder", help="on the disk to measure; the default is the temporary folder's")
+    record.add_out(parser, "checkpoint")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")  # DCP says that it is alone, every time
-    print(
-        json.dumps(
-            {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, **vars(args)}
-        )
-    )
+    rows = []
     for millions in args.millions:
-        print(json.dumps(measure(millions, args.repeats, args.folder), indent=1))
+        rows.append(measure(millions, args.repeats, args.folder))
+        print(json.dumps(rows[-1]), flush=True)
+    record.save(
+        args.out, rows, lambda _, axes: plot(axes, rows), panels=2, threads=args.threads, bar_ratio=1.2
+    )
+
+
+def plot(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for panel, what in zip(axes, ("save", "restore"), strict=True):
+        for name in rows[0][f"{what}_seconds"]:
+            panel.plot(
+                [row["million_parameters"] for row in rows],
+                [row[f"{what}_seconds"][name] for row in rows],
+                marker="o",
+                label=name,
+            )
+        panel.set(
+            xlabel="million parameters, with AdamW", ylabel=f"seconds to {what}", xscale="log", yscale="log"
+        )
+        panel.legend()
 
 
 if __name__ == "__main__":

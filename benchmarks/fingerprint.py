@@ -6,12 +6,12 @@ The two take turns (A B A B ...), so that a busy machine slows both; the figures
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
+import record
 import torch
 from torch import Tensor
 
@@ -53,23 +53,24 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=21)
+    record.add_out(parser, "fingerprint")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
-    machine = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        **vars(args),
-    }
-    print(json.dumps(machine))
     states = {
         "one tensor, 64 MiB": {"x": torch.randn(2**24, device=device)},
         "one tensor, 256 MiB": {"x": torch.randn(2**26, device=device)},
         "100 tensors of 1 MiB": {str(i): torch.randn(2**18, device=device) for i in range(100)},
         "300 tensors of 16 KiB": {str(i): torch.randn(64, 64, device=device) for i in range(300)},
     }
-    for label, tensors in states.items():
-        print(json.dumps(row(label, tensors, device, args.repeats)))
+    rows = [row(label, tensors, device, args.repeats) for label, tensors in states.items()]
+    record.save(args.out, rows, lambda _, axes: plot(axes, rows), threads=args.threads, bar_ratio=0.6)
+
+
+def plot(axes: Any, rows: list[dict[str, Any]]) -> None:
+    axes.barh([each["state"] for each in rows], [each["ratio_to_sum"] for each in rows])
+    axes.axvline(0.6, color="black", linewidth=0.8)
+    axes.set_xlabel("speed of the fingerprint / speed of a plain sum")
 
 
 if __name__ == "__main__":

@@ -7,24 +7,19 @@ worker, figures are medians, ratios are medians of the ratios within a turn.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import record
 import torch
 import torch.distributed as dist
 
-from samestep import environment, launch, tree
+from samestep import launch, tree
 from samestep.group import Group
 from samestep.reduce import reduce
 from samestep.tree import Layout
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def measure(group: Group, megabytes: list[float], repeats: int, exchange: bool) -> list[dict[str, Any]]:
@@ -67,10 +62,10 @@ def measure(group: Group, megabytes: list[float], repeats: int, exchange: bool) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 4, 16, 64, 256])
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 3, 4, 8])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--exchange", action="store_true", help="time every schedule by itself, too")
-    parser.add_argument("--out", type=Path, default=RESULTS / "reduce.json")
+    record.add_out(parser, "reduce")
     args = parser.parse_args()
     rows = []
     for world_size in args.world_sizes:
@@ -79,19 +74,21 @@ def main() -> None:
         )[0]
         ratios = [row["tree_sum_ratio"] for row in rows if row["world_size"] == world_size]
         print(f"{world_size} workers: median ratio over the sizes {statistics.median(ratios):.3f}")
-    for row in rows:
-        print(row)
-    found = {
-        "command": "python benchmarks/reduce.py",
-        "machine": platform.processor() or platform.machine(),
-        "date": datetime.date.today().isoformat(),
-        "environment": environment.fingerprint(),
-        "backend": "gloo",
-        "repeats": args.repeats,
-        "rows": rows,
-    }
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    record.save(args.out, rows, lambda _, axes: plot(axes, rows), backend="gloo", repeats=args.repeats)
+
+
+def plot(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for world_size in sorted({row["world_size"] for row in rows}):
+        mine = [row for row in rows if row["world_size"] == world_size]
+        axes.plot(
+            [row["megabytes"] for row in mine],
+            [row["tree_sum_ratio"] for row in mine],
+            marker="o",
+            label=f"N={world_size}",
+        )
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(xlabel="MB", ylabel="time of the ordered sum / dist.all_reduce", xscale="log", ylim=0)
+    axes.legend()
 
 
 if __name__ == "__main__":

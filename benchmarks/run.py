@@ -40,7 +40,10 @@ QUICK = {
     "fingerprint": ["--repeats", "5"],
     "kmeans": ["--quick"],
 }
-WRITES = {"startup", "schedule", "momentum", "preview", "reduce", "step", "kmeans", "invariance"}
+WRITES = {
+    "startup", "schedule", "momentum", "preview", "reduce", "step", "kmeans", "invariance", "fingerprint", "start",
+    "audit", "checkpoint",
+}  # fmt: skip
 
 
 def rows(folder: Path) -> Iterator[tuple[str, ...]]:
@@ -124,7 +127,7 @@ def _schedule(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _checkpoint(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    for row in found["results"]:
+    for row in found["rows"]:
         size = f"{row['million_parameters']} M parameters with AdamW"
         for what in ("save", "restore"):
             key = next((k for k in row if k.startswith(f"{what}_ratio")), None)
@@ -135,6 +138,25 @@ def _checkpoint(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
                     "1.2",
                     "the faster of torch.save and DCP",
                 )
+
+
+def _fingerprint(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    for row in found["rows"]:
+        yield f"fingerprint, {row['state']}", f"{row['ratio_to_sum']:.2f} of its speed", "0.6", "a plain sum"
+
+
+def _audit(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    for row in found["rows"]:
+        label = f"{row['parameters'] / 1e6:.0f} M parameters, {row['world_size']} workers"
+        yield f"audit of every step, {label}", f"{row['every_step_percent']:.2f} %", "3 %", "the step itself"
+
+
+def _start(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    for row in found["rows"]:
+        size = f"{row['n_parameters'] / 1e6:.0f} M parameters in {row['n_tensors']} tensors"
+        for name in ("broadcast", "verified"):
+            words = "start.broadcast" + (" with its proof" if name == "verified" else "")
+            yield f"{words}, {size}", f"{row[name + '_ratio']:.2f}", "1.1", "one flat broadcast"
 
 
 def _faults(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
@@ -159,7 +181,8 @@ def _invariance(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 READERS = {
     "step": _step, "reduce": _reduce, "kmeans": _kmeans, "checkpoint": _checkpoint, "schedule": _schedule,
-    "startup": _startup, "faults": _faults, "invariance": _invariance,
+    "fingerprint": _fingerprint, "audit": _audit, "start": _start, "startup": _startup, "faults": _faults,
+    "invariance": _invariance,
 }  # fmt: skip
 
 

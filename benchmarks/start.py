@@ -7,14 +7,14 @@ time of a job is that of its slowest worker.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
+import record
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -90,20 +90,26 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=11)
+    record.add_out(parser, "start")
     args = parser.parse_args()
     rows = []
     for width, depth in ((832, 12), (256, 127)):  # 100 million parameters in 168 and in 1778 tensors
         found = launch.run(work, args.workers, width, depth, args.repeats, device=args.device)
         slowest = {key: max(result[key] for result in found) for key in found[0]}
         rows.append(slowest)
-    machine = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "workers": args.workers,
-        "device": args.device,
-        "command": "python benchmarks/start.py " + " ".join(sys.argv[1:]),
-    }
-    print(json.dumps({**machine, "rows": rows}, indent=2))
+    record.save(args.out, rows, lambda _, axes: plot(axes, rows), workers=args.workers, bar_ratio=1.1)
+
+
+def plot(axes: Any, rows: list[dict[str, Any]]) -> None:
+    labels = [f"{row['n_tensors']} tensors" for row in rows]
+    for shift, name in ((-0.2, "broadcast"), (0.2, "verified")):
+        axes.bar(
+            [i + shift for i in range(len(rows))], [row[f"{name}_ratio"] for row in rows], 0.4, label=name
+        )
+    axes.set_xticks(range(len(rows)), labels)
+    axes.axhline(1.1, color="black", linewidth=0.8)
+    axes.set_ylabel("time / broadcast of one flat buffer")
+    axes.legend()
 
 
 if __name__ == "__main__":
