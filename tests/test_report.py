@@ -369,3 +369,12 @@ def test_a_browser_draws_it_without_complaint(width: int, tmp_path: Path) -> Non
     )
     assert "encoder.2.weight" in dumped.stdout
     assert dumped.stdout.count("<svg") == 10
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-7, 1.0))
+def test_ticks_of_a_nearly_constant_curve_read_differently(middle, share):
+    spread = max(abs(middle), 1e-3) * share
+    chart = _charts.line("loss", [("", [0, 1], [middle, middle + spread])])
+    texts = re.findall(r'<text class="end"[^>]*>([^<]*)</text>', chart)
+    assert len(texts) > 2
+    assert len(set(texts)) == len(texts), texts

@@ -146,12 +146,15 @@ def fingerprint(device: torch.device | str = "cpu") -> dict[str, str]:
     return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
-def differences(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
+def differences(
+    a: Mapping[str, str], b: Mapping[str, str], sides: tuple[str, str] = ("then", "now")
+) -> list[str]:
     """Return in words how two fingerprints differ; empty when they do not.
 
     Args:
         a: from `fingerprint`, of the run before.
         b: of now.
+        sides: what to call the two.
 
     Returns:
         One line for each name whose value differs or is missing on one side, `a`'s value first.
@@ -161,7 +164,7 @@ def differences(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
         ['intra-op threads: 1 then, 2 now']
     """
     return [
-        f"{_WORDS.get(name, name)}: {a.get(name, 'unset')} then, {b.get(name, 'unset')} now"
+        f"{_WORDS.get(name, name)}: {a.get(name, 'unset')} {sides[0]}, {b.get(name, 'unset')} {sides[1]}"
         for name in [*a, *(name for name in b if name not in a)]
         if a.get(name) != b.get(name)
     ]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from samestep.compare import Comparison, Trace
     from samestep.explain import Explanation
 
-__all__ = ["explain_first", "keep", "recipe_folder"]
+__all__ = ["explain_first", "keep", "name_settings", "recipe_folder"]
 
 
 def recipe_folder(trace: Path) -> Path | None:
@@ -25,6 +25,39 @@ def recipe_folder(trace: Path) -> Path | None:
         if (folder / "config.yaml").is_file():
             return folder
     return None
+
+
+def name_settings(found: Comparison, a: Trace, b: Trace) -> Comparison:
+    """Return a comparison that also says in which settings two runs of recipes differ."""
+    import dataclasses
+
+    runs = [recipe_folder(trace.folder) for trace in (a, b)]
+    if runs[0] is None or runs[1] is None:
+        return found
+    left, right = (_flat(run) for run in runs if run is not None)
+    told = [
+        f"{key}: {left.get(key, 'unset')} in {a.name}, {right.get(key, 'unset')} in {b.name}"
+        for key in [*left, *(key for key in right if key not in left)]
+        if left.get(key) != right.get(key)
+    ]
+    return dataclasses.replace(found, unlike=(*found.unlike, *told))
+
+
+def _flat(run: Path) -> dict[str, str]:
+    """Return the settings of a run by dotted name."""
+    import yaml
+
+    flat: dict[str, str] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), inner)
+        else:
+            flat[prefix] = str(value)
+
+    walk("", yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+    return flat
 
 
 def explain_first(found: Comparison, a: Trace, b: Trace) -> Explanation | str | None:

@@ -104,7 +104,9 @@ def _read(folders: list[str], explain: bool) -> _Found:
 def _judge(traces: list[Trace], explain: bool) -> _Found:
     from samestep import compare as comparing
 
-    found = [comparing.compare(traces[0], other) for other in traces[1:]]
+    found = [
+        _verdicts.name_settings(comparing.compare(traces[0], other), traces[0], other) for other in traces[1:]
+    ]
     why = [
         _verdicts.explain_first(one, traces[0], other) if explain else None
         for one, other in zip(found, traces[1:])
@@ -174,6 +176,8 @@ def _show(found: list[Comparison], why: list[Explanation | str | None], exact: b
     console = Console()
     for one, reason in zip(found, why):
         console.print(_table(one))
+        for text in one.unlike:
+            console.print(f"  before the first step: {text}", markup=False, highlight=False, soft_wrap=True)
         console.print(one.sentence(), markup=False, highlight=False, soft_wrap=True)
         if reason is not None:
             text = reason if isinstance(reason, str) else reason.sentence

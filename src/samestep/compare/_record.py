@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep import fingerprint
+from samestep import environment, fingerprint
 from samestep.compare import _bounds, _sketch
 from samestep.compare._trace import FORMAT_VERSION, log_file, tensor_file
 from samestep.environment import read_env
@@ -160,8 +160,7 @@ class Recorder:
                 "rank": self.rank,
                 "world_size": self.world_size,
                 "compute_dtype": _name(self._dtype),
-                "torch": torch.__version__,
-                "threads": torch.get_num_threads(),
+                "environment": environment.fingerprint(next((p.device for p in model.parameters()), "cpu")),
             }
         )
 

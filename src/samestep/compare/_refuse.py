@@ -58,14 +58,15 @@ def warnings(pair: Pair, cells: Sequence[Cell]) -> Iterator[str]:
         recorded = any(entry.samples is not None for t in (pair.a, pair.b) for entry in t.ranks[0].values())
         if not recorded:
             yield "samples were not recorded: pass samples= to see whether both runs read the same ones"
+    parted = any(cell.verdict == "different" for cell in cells)  # then what was not judged changes nothing
     blind = [cell.step for cell in cells if cell.phase == "gradients" and not cell.judged]
-    if blind:
+    if blind and not parted:
         yield (
             f"step {blind[0]}{_others(len(blind) - 1)} not judged: rounding has grown, or a ReLU or maximum "
             "has flipped within it, so far that one wrong sample would hide; explain that step in float64"
         )
     loose = [cell.step for cell in cells if cell.phase == "parameters" and not cell.judged]
-    if loose and loose != blind:
+    if loose and loose != blind and not parted:
         yield (
             f"from step {loose[0]} on the bound of an update is wider than the smallest fault (an adaptive "
             "optimizer makes full steps of rounding); gradients and options are judged"

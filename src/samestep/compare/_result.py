@@ -90,6 +90,7 @@ class Comparison:
         parted: the first (step, phase, tensor) whose bits differ, within its bound or not; None when all agree.
         refusals: why the comparison proves nothing, in words; empty when it does.
         warnings: what it cannot see.
+        unlike: in which surroundings or settings the runs differ before their first step, in words.
     """
 
     verdict: Verdict
@@ -101,6 +102,7 @@ class Comparison:
     parted: tuple[int, str, str] | None = None
     refusals: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
+    unlike: tuple[str, ...] = field(default=())
 
     @property
     def proves(self) -> bool:

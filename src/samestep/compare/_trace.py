@@ -112,6 +112,7 @@ class Trace:
         ranks: by rank, the entries by step.
         kinds: dtype and shape by ``<phase>/<name>``.
         compute_dtype: the least exact dtype of the run, as recorded.
+        environment: what decides bits beside the program, from `environment.fingerprint`; empty if not recorded.
         notes: what is damaged or missing, in words.
     """
 
@@ -120,6 +121,7 @@ class Trace:
     ranks: list[dict[int, Entry]]
     kinds: dict[str, tuple[str, tuple[int, ...]]]
     compute_dtype: torch.dtype
+    environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -160,7 +162,8 @@ def read(folder: str | Path) -> Trace:
             name="trace",
         )
     header = _lines(first, [])[0]
-    trace = Trace(folder, int(header["world_size"]), [], {}, getattr(torch, header["compute_dtype"]))
+    dtype = getattr(torch, header["compute_dtype"])
+    trace = Trace(folder, int(header["world_size"]), [], {}, dtype, header.get("environment", {}))
     for rank in range(trace.world_size):
         trace.ranks.append(_rank(trace, rank, header))
     common = set.intersection(*(set(entries) for entries in trace.ranks))

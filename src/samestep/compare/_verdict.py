@@ -11,6 +11,7 @@ from samestep.compare._pair import Pair
 from samestep.compare._refuse import refusals, warnings
 from samestep.compare._result import Cell, Comparison, Difference, Verdict, worse
 from samestep.compare._trace import PHASES, Trace, read
+from samestep.environment import differences
 
 __all__ = ["compare"]
 
@@ -83,6 +84,7 @@ class _Judge:
             parted=self._parted,
             refusals=tuple(refusals(pair, self._cells, self._allow.smallest_fault)),
             warnings=tuple(warnings(pair, self._cells)),
+            unlike=tuple(_unlike(pair.a, pair.b)),
         )
 
     def _phase(self, phase: str, step: int) -> Cell | None:
@@ -220,6 +222,12 @@ class _Judge:
             )
         self._parted = self._parted or (step, "samples", "samples")
         return Cell(step, "samples", "different", "samples")
+
+
+def _unlike(a: Trace, b: Trace) -> list[str]:
+    if not (a.environment and b.environment):
+        return []
+    return differences(a.environment, b.environment, (f"in {a.name}", f"in {b.name}"))
 
 
 def _samples_of(trace: Trace, step: int) -> list[str] | None:

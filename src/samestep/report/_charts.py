@@ -165,13 +165,22 @@ def _frame(
 ) -> str:
     parts = [f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>' for y in ys]
     parts += [
-        f'<text class="end" x="{_LEFT - 6}" y="{y + 4:.1f}">{_short(t)}</text>' for t, y in zip(y_ticks, ys)
+        f'<text class="end" x="{_LEFT - 6}" y="{y + 4:.1f}">{text}</text>'
+        for text, y in zip(_texts(y_ticks), ys)
     ]
     parts += [
-        f'<text class="middle" x="{_inside(x, _WIDTH):.1f}" y="{_HEIGHT - 10}">{_short(t)}</text>'
-        for t, x in zip(x_ticks, xs)
+        f'<text class="middle" x="{_inside(x, _WIDTH):.1f}" y="{_HEIGHT - 10}">{text}</text>'
+        for text, x in zip(_texts(x_ticks), xs)
     ]
     return "".join(parts)
+
+
+def _texts(ticks: Sequence[float]) -> list[str]:
+    """Return the ticks' texts; where they would read alike, in a nearly constant curve, distances from the first."""
+    texts = [_short(tick) for tick in ticks]
+    if len(set(texts)) == len(texts):
+        return texts
+    return [texts[0], *(f"+{_short(float(f'{tick - ticks[0]:.2g}'))}" for tick in ticks[1:])]
 
 
 def _short(value: float) -> str:

@@ -40,7 +40,8 @@ def _one(row: Mapping[str, Any]) -> dict[str, Any]:
     if not proves and verdict != "different":
         verdict = "proves nothing"
     mood = "good" if verdict in ("exact", "within") else "bad"
-    notes = [*_texts(row.get("refusals")), *_texts(row.get("warnings"))]
+    unlike = [f"before the first step: {text}" for text in _texts(row.get("unlike"))]
+    notes = [*unlike, *_texts(row.get("refusals")), *_texts(row.get("warnings"))]
     return {
         "title": f"{row.get('reference', 'a run')} against {row.get('other', 'another')}",
         "verdict": verdict,
@@ -49,7 +50,7 @@ def _one(row: Mapping[str, Any]) -> dict[str, Any]:
         "explanation": row["explanation"] if isinstance(row.get("explanation"), str) else "",
         "first": list(_first(row.get("first"))),
         "phases": list(_phases(row.get("phases"))),
-        "notes": notes if verdict != "proves nothing" else _texts(row.get("warnings")),
+        "notes": notes if verdict != "proves nothing" else [*unlike, *_texts(row.get("warnings"))],
     }
 
 
