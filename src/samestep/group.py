@@ -208,7 +208,7 @@ class Group:
             padded[: raw.numel()] = raw
             parts = [torch.empty_like(padded) for _ in range(self.world_size)]
             dist.all_gather(parts, padded, group=self.process_group)
-        return [bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, lengths)]
+        return [part[: int(n)].numpy().tobytes().decode() for part, n in zip(parts, lengths)]
 
     def abandon(self, message: str) -> None:
         """Leave word for the others why this worker is about to raise where they cannot be asked.

@@ -176,7 +176,7 @@ def _frame(
 
 
 def _texts(ticks: Sequence[float]) -> list[str]:
-    """Return the ticks' texts; where they would read alike, in a nearly constant curve, distances from the first."""
+    """Return the texts of ticks; where they would read alike, distances from the first."""
     texts = [_short(tick) for tick in ticks]
     if len(set(texts)) == len(texts):
         return texts
