@@ -11,7 +11,7 @@ JOBS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-slow lint format docs bench bench-quick clean
+.PHONY: help setup demo test test-slow coverage lint format docs bench bench-quick clean
 
 help:
 	@sed -n '2,4p' Makefile
@@ -33,6 +33,13 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -n $(JOBS)
+
+# Lines that the tests reach, those in workers and commands included (coverage slows the suite about twofold).
+coverage: setup
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q -n $(JOBS) -m 'not slow' -p no:cacheprovider
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered
 
 lint: setup
 	$(BIN)/ruff check .
