@@ -4,26 +4,22 @@ The optimizer is torch SGD over 100 million parameters in 100 tensors, under the
 changes at every step, so that every step rescales the whole history. The parameters have no gradient, so that
 `optimizer.step()` is the rescale and the clock and nothing else.
 
-    OMP_NUM_THREADS=1 python benchmarks/momentum.py --out benchmarks/results/momentum.json
+    python benchmarks/momentum.py
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
+import record
 import torch
 
 from samestep import momentum, schedules
 from samestep.scheduler import LRScheduler
-
-BAR = 1.1
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
@@ -36,7 +32,7 @@ def seconds(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def measure(n_parameters: int, n_tensors: int, rounds: int, device: str) -> dict[str, object]:
+def measure(n_parameters: int, n_tensors: int, rounds: int, device: str) -> dict[str, Any]:
     size = n_parameters // n_tensors
     params = [torch.nn.Parameter(torch.zeros(size, device=device)) for _ in range(n_tensors)]
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
@@ -66,41 +62,37 @@ def measure(n_parameters: int, n_tensors: int, rounds: int, device: str) -> dict
         passes.append(seconds(one_pass, device))
         for buffer in buffers:
             buffer.fill_(1.0)
-    ratio = statistics.median(ours) / statistics.median(passes)
     return {
         "n_parameters": size * n_tensors,
         "n_tensors": n_tensors,
-        "rounds": rounds,
-        "device": torch.cuda.get_device_name()
-        if device == "cuda"
-        else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
         "scheduler_seconds": statistics.median(ours),
         "foreach_seconds": statistics.median(passes),
-        "ratio": ratio,
-        "bar": BAR,
-        "within_bar": ratio <= BAR,
+        "ratio": round(statistics.median(ours) / statistics.median(passes), 3),
     }
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parameters", type=int, default=100_000_000)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
     parser.add_argument("--tensors", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--out", type=Path)
+    record.add_out(parser, "momentum")
     arguments = parser.parse_args()
-    result = measure(arguments.parameters, arguments.tensors, arguments.rounds, arguments.device)
-    result |= {"torch": torch.__version__, "python": platform.python_version(), "command": " ".join(sys.argv)}
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
-    return 0 if result["within_bar"] else 1
+    torch.set_num_threads(1)
+    rows = [measure(n, arguments.tensors, arguments.rounds, arguments.device) for n in arguments.parameters]
+    record.save(arguments.out, rows, lambda _, axes: plot(axes, rows), bar_ratio=1.1, device=arguments.device)
+
+
+def plot(axes: Any, rows: list[dict[str, Any]]) -> None:
+    x = [row["n_parameters"] for row in rows]
+    for side, label in (("scheduler", "LR change through the scheduler"), ("foreach", "one foreach pass")):
+        axes.plot(x, [row[f"{side}_seconds"] for row in rows], marker="o", label=label)
+    axes.set(xlabel="parameters", ylabel="seconds", xscale="log", yscale="log")
+    axes.legend()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

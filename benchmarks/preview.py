@@ -1,9 +1,9 @@
 """How long ``samestep schedule`` takes to preview and plot a long schedule, once everything is imported.
 
 Timed is what the command does from its arguments to the written picture: read the expression, make the scheduler,
-compute all steps, draw, print the table. The first call is shown apart: it imports torch and matplotlib.
+compute all steps, draw, print the table. A first call, which imports torch and matplotlib, is left out.
 
-    python benchmarks/preview.py [--out benchmarks/results/preview.json]
+    python benchmarks/preview.py
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-import matplotlib
+import record
 import torch
 
 from samestep.cli.schedule import schedule
@@ -38,39 +36,32 @@ def once(expression: str, n_steps: int, picture: Path) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="also write the figures here, as JSON")
-    parser.add_argument("--steps", type=int, default=50_000)
+    record.add_out(parser, "preview")
+    parser.add_argument("--steps", type=int, nargs="+", default=[5_000, 50_000, 500_000])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, object] = {
-        "command": f"python benchmarks/preview.py --steps {args.steps} --rounds {args.rounds}",
-        "machine": f"{platform.machine()}, {platform.system()}, one thread",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "matplotlib": matplotlib.__version__,
-        },
-        "steps": args.steps,
-        "bar_seconds": 1.0,
-        "load_average": round(os.getloadavg()[0], 1),  # above the number of cores, wall seconds mean little
-    }
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, expression in (("multistep", EXPRESSION), ("cosine", COSINE)):
-            for suffix in ("png", "svg"):
-                times = [
-                    once(expression, args.steps, Path(folder) / f"a.{suffix}") for _ in range(args.rounds + 1)
-                ]
-                rest = times[1:]
-                figures[f"{name}_{suffix}"] = {
-                    "first_seconds": round(times[0][0], 3),
-                    "seconds": round(statistics.median(wall for wall, _ in rest), 3),
-                    "cpu_seconds": round(statistics.median(cpu for _, cpu in rest), 3),
-                }
-    text = json.dumps(figures, indent=2)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+        for n_steps in args.steps:
+            for name, expression in (("multistep", EXPRESSION), ("cosine", COSINE)):
+                for suffix in ("png", "svg"):
+                    picture = Path(folder) / f"a.{suffix}"
+                    times = [once(expression, n_steps, picture) for _ in range(args.rounds + 1)][1:]
+                    wall, cpu = (statistics.median(values) for values in zip(*times, strict=True))
+                    row = {"steps": n_steps, "schedule": name, "picture": suffix}
+                    rows.append(row | {"seconds": round(wall, 3), "cpu_seconds": round(cpu, 3)})
+    record.save(args.out, rows, lambda _, axes: plot(axes, rows), bar_seconds_of_50000_steps=1.0)
+
+
+def plot(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for kind in dict.fromkeys((row["schedule"], row["picture"]) for row in rows):
+        mine = [row for row in rows if (row["schedule"], row["picture"]) == kind]
+        axes.plot([r["steps"] for r in mine], [r["seconds"] for r in mine], marker="o", label=", ".join(kind))
+    axes.set(
+        xlabel="steps of the schedule", ylabel="seconds of samestep schedule --plot", xscale="log", ylim=0
+    )
+    axes.legend()
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ FULL: dict[str, list[str]] = {
 }  # fmt: skip
 QUICK = {
     "startup": ["--rounds", "3"],
-    "schedule": ["--steps", "500", "--rounds", "3", "--elements", "10000000"],
+    "schedule": ["--steps", "500", "--rounds", "3"],
     "momentum": ["--parameters", "10000000", "--rounds", "5"],
-    "preview": ["--rounds", "2"],
+    "preview": ["--steps", "50000", "--rounds", "2"],
     "reduce": ["--megabytes", "1", "4", "--repeats", "5"],
     "step": ["--models", "MLP 1M", "--layouts", "2,2", "--seconds", "10", "--what", "times"],
     "fingerprint": ["--repeats", "5"],
@@ -100,9 +100,9 @@ def _reduce(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _startup(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    seconds = found["seconds"]
-    added = seconds["import samestep"] - seconds["python alone"]
-    yield "import samestep", f"{1000 * added:.0f} ms", "50 ms", "python alone"
+    seconds = {row["command"]: row["seconds"] for row in found["rows"]}
+    added = seconds["import torch, samestep"] - seconds["import torch"]
+    yield "import samestep, added to import torch", f"{1000 * added:.0f} ms", "50 ms", "import torch alone"
     yield (
         "samestep --help",
         f"{seconds['samestep --help']:.2f} s",
@@ -112,18 +112,21 @@ def _startup(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _schedule(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    labels = {
-        "step_without_lr_change_1_group": "scheduler, update without change of LR",
-        "step_with_lr_change_every_step_8_groups": "scheduler, change at every update, 8 groups",
-    }
-    for key, label in labels.items():
-        yield label, f"{found[key]['ratio']:.2f}", "", "LambdaLR"
-    yield (
-        "rescale of 100 M history elements",
-        f"{found['momentum_rescale']['ratio']:.2f}",
-        "1.1",
-        "one foreach pass",
-    )
+    for row in found["rows"]:
+        label = f"scheduler, {row['param_groups']} param groups, LR changes {row['lr_changes']}"
+        yield label, f"{row['ratio']:.2f}", "", "LambdaLR"
+
+
+def _momentum(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    for row in found["rows"]:
+        label = f"momentum rescale of {row['n_parameters'] / 1e6:.0f} M elements"
+        bar = "1.1" if row["n_parameters"] >= 1e8 else ""
+        yield label, f"{row['ratio']:.2f}", bar, "one foreach pass"
+
+
+def _preview(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    slowest = max(row["seconds"] for row in found["rows"] if row["steps"] == 50_000)
+    yield "samestep schedule, 50,000 steps with picture", f"{slowest:.2f} s", "1 s", "none"
 
 
 def _checkpoint(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
@@ -181,6 +184,7 @@ def _invariance(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 READERS = {
     "step": _step, "reduce": _reduce, "kmeans": _kmeans, "checkpoint": _checkpoint, "schedule": _schedule,
+    "momentum": _momentum, "preview": _preview,
     "fingerprint": _fingerprint, "audit": _audit, "start": _start, "startup": _startup, "faults": _faults,
     "invariance": _invariance,
 }  # fmt: skip
