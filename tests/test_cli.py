@@ -12,8 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import samestep
 from samestep.cli import app
 
 SMALL = ["--set", "n_centroids=[8,8]", "--set", "latent_dim=4", "--set", "hidden=[16]", "--set", "steps=12"]
@@ -270,3 +272,9 @@ def test_ctrl_c_saves_and_ends_well(embeddings, tmp_path, started):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert "Traceback" not in said
     assert all(is_gone(pid) for pid in workers)
+
+
+def test_the_version_is_said_without_torch():
+    code = "import sys\nfrom samestep.cli import app\ntry:\n    app(['--version'])\nfinally:\n    assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"samestep {samestep.__version__}, torch {torch.__version__.split('+')[0]}")

@@ -6,8 +6,13 @@ Exit codes: 0 done and agreed, 1 a disagreement was found, 2 wrong usage or bad 
 
 from __future__ import annotations
 
+import platform
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
+from samestep import __version__
 from samestep.cli import audit, compare, doctor, encode, explain, report, schedule, train, verify
 
 __all__ = ["app", "main"]
@@ -30,9 +35,19 @@ app.command(name="schedule")(schedule.schedule)
 app.command(name="verify")(verify.verify)
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"samestep {__version__}, torch {version('torch')}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
-    """Keep the commands' names even while there is one only."""
+def _root(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
