@@ -275,6 +275,7 @@ def test_ctrl_c_saves_and_ends_well(embeddings, tmp_path, started):
 
 
 def test_the_version_is_said_without_torch():
-    code = "import sys\nfrom samestep.cli import app\ntry:\n    app(['--version'])\nfinally:\n    assert 'torch' not in sys.modules"
+    code = "import sys; from samestep.cli import app; app(['--version'], standalone_mode=False)"
+    code += "; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"samestep {samestep.__version__}, torch {torch.__version__.split('+')[0]}")
