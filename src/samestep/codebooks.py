@@ -76,6 +76,7 @@ def fit(
     sample_size: int | None = None,
     n_threads: int | None = None,
     progress: Callable[[int, int, float], None] | None = None,
+    seed_scale: float = 0.2,
 ) -> Codebooks:
     """Return codebooks fitted level by level over the rows of all workers.
 
@@ -97,6 +98,7 @@ def fit(
             copied. The errors are always those of all rows.
         n_threads: threads on this worker; torch's number by default.
         progress: called on the main worker with (level, iterations, inertia) after each pass.
+        seed_scale: of the levels behind the first, see `kmeans.fit`; 1.0 leaves seeds where they were drawn.
 
     Raises:
         SpecError: on all workers alike, see `kmeans.fit`.
@@ -120,7 +122,7 @@ def fit(
         )
     settings = [
         Settings(k, seeding, weights, max_iterations, tolerance, seed + _LEVEL_SEED * level, False, balanced, empty,
-                 acceleration, n_threads, _level_progress(progress, level))
+                 acceleration, n_threads, _level_progress(progress, level), seed_scale if level else 1.0)
         for level, k in enumerate(n_centroids)
     ]  # fmt: skip
     source, n = as_points(points), thread_count(n_threads)
