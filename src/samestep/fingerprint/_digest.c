@@ -37,19 +37,20 @@ int samestep_supported(void) {
             : "+v"(sum)                                    \
             : "v"(key), "m"(*(const uint8_t(*)[4])(bytes)))
 
-VNNI static void multiply(const uint8_t *rows, int32_t *const *sums, const uint8_t *keys) {
+/* Sums of twelve rows, of which only the first `length` bytes, a multiple of CHUNK, are not 0. */
+VNNI static void multiply(const uint8_t *rows, int32_t *const *sums, const uint8_t *keys, int64_t length) {
     /* The product wants one side unsigned: keys are raised by 64, and 64 times the sum of a row is taken away. */
     const __m512i ones = _mm512_set1_epi8(1);
     __m512i sum[TOGETHER], plain[TOGETHER];
 #pragma GCC unroll 12
     for (int r = 0; r < TOGETHER; r++) sum[r] = plain[r] = _mm512_setzero_si512();
-    for (int at = 0; at < ROW; at += CHUNK) {
+    for (int64_t at = 0; at < length; at += CHUNK) {
 #pragma GCC unroll 12
         for (int r = 0; r < TOGETHER; r++) {
             _mm_prefetch((const char *)rows + at + (r + TOGETHER) * ROW, _MM_HINT_T1);
             plain[r] = _mm512_dpbusd_epi32(plain[r], ones, _mm512_loadu_si512(rows + at + r * ROW));
         }
-        for (int four = at; four < at + CHUNK; four += 4) {
+        for (int64_t four = at; four < at + CHUNK; four += 4) {
             const __m512i key = _mm512_loadu_si512(keys + four * COLUMNS);
 #pragma GCC unroll 12
             for (int r = 0; r < TOGETHER; r++) ADD_PRODUCT(sum[r], key, rows + four + r * ROW);
@@ -66,7 +67,7 @@ static void *run(void *argument) {
     const Share *share = argument;
     uint8_t copied[TOGETHER * ROW]; /* rows of several parts, and last rows with their zeros */
     int32_t *sums[TOGETHER], unused[COLUMNS];
-    int64_t p = 0, row = share->from;
+    int64_t p = 0, row = share->from, longest = 0;
     int n = 0;
     while (row < share->to) {
         while (row >= share->parts[p].first_row + share->parts[p].n_rows) p++;
@@ -75,19 +76,20 @@ static void *run(void *argument) {
         const uint8_t *bytes = part->bytes + inside * ROW;
         if (n == 0 && left >= TOGETHER * ROW && share->to - row >= TOGETHER) {
             for (int r = 0; r < TOGETHER; r++) sums[r] = part->sums + (inside + r) * COLUMNS;
-            multiply(bytes, sums, share->keys);
+            multiply(bytes, sums, share->keys, ROW);
             row += TOGETHER;
             continue;
         }
         const int64_t length = left < 0 ? 0 : left < ROW ? left : ROW;
         if (length) memcpy(copied + n * ROW, bytes, length);
         memset(copied + n * ROW + length, 0, ROW - length);
+        if (length > longest) longest = length;
         sums[n++] = part->sums + inside * COLUMNS;
         row++;
         if (n == TOGETHER || row == share->to) {
             while (n < TOGETHER) sums[n++] = unused;
-            multiply(copied, sums, share->keys);
-            n = 0;
+            multiply(copied, sums, share->keys, (longest + CHUNK - 1) / CHUNK * CHUNK);
+            n = longest = 0;
         }
     }
     return 0;

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samestep.fingerprint._native import Kernel, kernel
 
-__all__ = ["check", "digests", "mix", "on_device", "words_of"]
+__all__ = ["check", "digests", "labels", "mix"]
 
 _ROW_BYTES = 4160
 _COLUMNS = 16
@@ -22,10 +22,11 @@ _REMIX = 0x3F58476D1CE4E5B9
 
 
 def check(t: object, name: str = "t") -> None:
+    # Called for every tensor of every audit: `t.device` alone would cost more than all that is asked here.
+    if isinstance(t, Tensor) and t.layout is torch.strided and not t.is_quantized and not t.is_meta:
+        return
     got = type(t).__name__
     if isinstance(t, Tensor):
-        if t.layout is torch.strided and not t.is_quantized and t.device.type != "meta":
-            return
         got = f"layout {t.layout}, dtype {t.dtype}, device {t.device}"
     raise TypeError(f"`{name}`: expected a dense tensor with storage, got {got}. Pass its dense parts.")
 
@@ -33,9 +34,13 @@ def check(t: object, name: str = "t") -> None:
 def digests(tensors: Sequence[Tensor]) -> Tensor:
     """Return the digests (n, 2) of tensors that share a device and passed `check`."""
     with torch.no_grad():
-        native = _kernel() if tensors and tensors[0].device.type == "cpu" else None
+        native = _kernel() if tensors and tensors[0].is_cpu else None
         if native is not None:
-            return native([_plain(t) for t in tensors], [_header(t.dtype, t.shape) for t in tensors])
+            # Asked in place: for small tensors a call each costs as much as the digest.
+            ready = [
+                t if t.is_contiguous() and not t.is_neg() and not t.is_conj() else _plain(t) for t in tensors
+            ]
+            return native(ready, [_header(t.dtype, t.shape) for t in tensors])
         sums = _row_sums([_bytes(t) for t in tensors])
         return _folded(sums, [_header(t.dtype, t.shape) for t in tensors])
 
@@ -52,7 +57,7 @@ def _folded(sums: list[Tensor], headers: Sequence[tuple[int, int]]) -> Tensor:
 
 def _plain(t: Tensor) -> Tensor:
     """Return a tensor whose memory holds the values in logical order; itself where that is so."""
-    if t.is_contiguous() and not t.is_conj() and not t.is_neg():
+    if t.is_contiguous() and not t.is_neg() and not t.is_conj():
         return t
     return t.detach().resolve_conj().resolve_neg().contiguous()
 
@@ -174,6 +179,12 @@ def words_of(text: str) -> tuple[int, int]:
 @functools.lru_cache(1 << 16)
 def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, int]:
     return words_of(f"{dtype} {tuple(shape)}")
+
+
+@functools.lru_cache(64)
+def labels(device: torch.device, names: tuple[str, ...]) -> Tensor:
+    """Return the words (n, 2) of names; the same tensor each time, to be read only."""
+    return on_device(device, [words_of(name) for name in names])
 
 
 def on_device(device: torch.device, words: object) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def kernel(keys: Tensor, lanes: Tensor) -> Kernel | None:
             ctypes.c_int64(n),
             numbers(*[t.data_ptr() for t in tensors]),
             numbers(*[t.nbytes for t in tensors]),
-            (ctypes.c_int64 * (2 * n))(*[word for header in headers for word in header]),
+            (ctypes.c_int64 * (2 * n))(*itertools.chain.from_iterable(headers)),
             ctypes.c_void_p(raised.data_ptr()),
             ctypes.c_void_p(lanes.data_ptr()),
             ctypes.c_void_p(result.data_ptr()),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.fingerprint._digest import check, digests, mix, on_device, words_of
+from samestep.fingerprint._digest import check, digests, labels, mix
 from samestep.fingerprint._names import named_state, named_tensors
 
 __all__ = ["hexdigest", "state", "tensor", "word"]
@@ -111,8 +111,7 @@ def word(named: Mapping[str, Tensor] | nn.Module | Optimizer) -> int:
     """
     total = 0
     for names, words in _by_device(_named(named)):
-        labels = on_device(words.device, [words_of(name) for name in names])
-        total += int(mix(mix(words ^ labels).sum(1)).sum())
+        total += int(mix(mix(words ^ labels(words.device, tuple(names))).sum(1)).sum())
     return total & (2**63 - 1)
 
 
@@ -123,9 +122,13 @@ def _named(named: Mapping[str, Tensor] | nn.Module | Optimizer) -> dict[str, Ten
 
 
 def _by_device(tensors: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Tensor]]:
-    groups: dict[torch.device, list[str]] = {}
     for name, t in tensors.items():
         check(t, name)
+    if tensors and all(t.is_cpu for t in tensors.values()):
+        yield list(tensors), digests(list(tensors.values()))
+        return
+    groups: dict[torch.device, list[str]] = {}
+    for name, t in tensors.items():
         groups.setdefault(t.device, []).append(name)
     for names in groups.values():
         yield names, digests([tensors[name] for name in names])
