@@ -229,6 +229,19 @@ FAULTS = {
         ("reduction", "fc1.weight", ALL, "reduction scaled"),
         ("x the reference's, where it enters the optimizer", "clipping"),
     ),
+    "another rule of clipping by 1e-6, where DDP averages": (
+        (partial(zoo.own_step, "fast", clip=zoo.clip), batch("tokens")),
+        ("reduction", "fc1.weight", ALL, "reduction scaled"),
+        ("x the reference's, where it enters the optimizer", "clipping"),
+    ),
+    "TrainStep's loss times the world size (20)": (
+        (
+            partial(zoo.own_step, "fast", loss=zoo.sum_times_world_size, clip_norm=None, clip=None),
+            batch("tokens"),
+        ),
+        ("backward", "fc2", ALL, "loss times world size"),
+        ("992 each", "where 248 is right", "once too often"),
+    ),
     "a parameter that the optimizer does not hold": (
         (partial(program, fault="not in the optimizer"), batch()),
         ("update", "fc2.bias", ALL, "not updated"),

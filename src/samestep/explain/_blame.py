@@ -194,9 +194,11 @@ def _loss(
     regular = {1.0, float(world_size), reference["count"]} | (
         {n_rows / counts[0]} if counts and len(set(counts)) == 1 else set()
     )
-    if _alike(known) and any(abs(known[0] / r - 1) < TOLERANCE for r in regular):
+    # A sum, divided by the count of all ranks and then averaged by DDP: right only where it is averaged.
+    likely = regular | {reference["count"] * world_size}
+    right = min(likely, key=lambda r: abs(math.log(abs(r * v) or 1e-300)))
+    if _alike(known) and any(abs(known[0] / r - 1) < TOLERANCE for r in (*regular, right)):
         return None
-    right = min(regular, key=lambda r: abs(math.log(abs(r * v) or 1e-300)))
     wrong = [
         i % world_size for i, f in enumerate(factors) if f is not None and abs(f / right - 1) > TOLERANCE
     ]
