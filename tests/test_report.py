@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import matplotlib.image
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -339,8 +341,8 @@ def test_any_series_is_drawn_inside_its_picture(values: list[float], start: int,
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.parametrize("width", [1280, 500])
-def test_a_browser_draws_it_without_complaint(width: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (500, True)])
+def test_a_browser_draws_it_without_complaint(width: int, dark: bool, tmp_path: Path) -> None:
     path = report.write(whole_run(tmp_path / "run"))
     picture = tmp_path / "page.png"
     flags = [
@@ -349,6 +351,8 @@ def test_a_browser_draws_it_without_complaint(width: int, tmp_path: Path) -> Non
         "--disable-gpu",
         "--enable-logging=stderr",
         f"--user-data-dir={tmp_path / 'profile'}",
+        "--hide-scrollbars",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
     ]
     done = subprocess.run(
         [str(CHROMIUM), *flags, f"--window-size={width},1500", f"--screenshot={picture}", path.as_uri()],
@@ -360,6 +364,10 @@ def test_a_browser_draws_it_without_complaint(width: int, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr
     assert picture.stat().st_size > 20_000
+    drawn = matplotlib.image.imread(picture)[:, :, :3]  # (height, width, 3), 0 to 1
+    assert drawn[0, 0].mean() < 0.2 if dark else drawn[0, 0].mean() > 0.8
+    assert (drawn[:, -4:] == drawn[0, 0]).all(), "the page is wider than the window"
+    assert len(np.unique(drawn.reshape(-1, 3), axis=0)) > 50  # lines and letters, not empty cards
     dumped = subprocess.run(
         [str(CHROMIUM), *flags, "--dump-dom", path.as_uri()],
         capture_output=True,
