@@ -76,7 +76,7 @@ def fit(
     sample_size: int | None = None,
     n_threads: int | None = None,
     progress: Callable[[int, int, float], None] | None = None,
-    seed_scale: float = 0.2,
+    seed_scale: float = 0.25,
 ) -> Codebooks:
     """Return codebooks fitted level by level over the rows of all workers.
 

@@ -121,7 +121,7 @@ def fit(
         progress: called on the main worker with (iterations, inertia) after each pass.
         seed_scale: drawn seeds are moved towards the mean of all rows, to this share of their distance. Where rows
             are nearly at right angles to each other, as residuals in many dimensions are, the seed of least norm is
-            the nearest to nearly all rows and keeps them; 0.2 lets directions decide.
+            the nearest to nearly all rows and keeps them; 0.25 lets directions decide.
 
     Returns:
         Centroids, counts and inertia, which belong to the centroids returned.

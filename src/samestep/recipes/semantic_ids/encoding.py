@@ -68,7 +68,7 @@ def encode_file(run: Path, embeddings: str | Sequence[str], out: Path) -> Encode
             items.all_ids,
             extension.codes,
             extension.unique_digit,
-            n_centroids_per_level=spec.n_centroids,
+            n_centroids_per_level=spec.n_centroids if "offsets" in spec.also_write else None,
         )
     return Encoded(items.n_total, int(np.sum(extension.known)), int(np.sum(extension.changed)))
 

@@ -73,8 +73,9 @@ def compute_axes(model: RQVAE, points: Rows, pool: Pool = alone) -> dict[str, Te
 
 
 def compute_codebooks(
-    model: RQVAE, points: Rows, pool: Pool = alone, *, max_iterations: int = 25, seed: int = 0
-) -> dict[str, Tensor]:
+    model: RQVAE, points: Rows, pool: Pool = alone, *,
+    max_iterations: int = 25, seed: int = 0, sample_size: int | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the codebooks that residual k-means finds in the latents of all workers' data.
 
     Args:
@@ -83,6 +84,7 @@ def compute_codebooks(
         pool: all workers.
         max_iterations: of k-means, per level.
         seed: of k-means.
+        sample_size: rows to fit on, drawn evenly over all workers; all by default.
 
     Returns:
         (n_centroids, latent_dim) tensors by parameter name, equal on all workers, for `start.initialize`.
@@ -96,5 +98,8 @@ def compute_codebooks(
     sizes = [len(codebook) for codebook in model.quantizer.codebooks]
     latents = model.latents(points).cpu()
     # The quantizer takes no offset off: the first level holds the latents' mean itself.
-    books = codebooks.fit(latents, sizes, max_iterations=max_iterations, seed=seed, pool=pool, center=False)
+    books = codebooks.fit(
+        latents, sizes,
+        max_iterations=max_iterations, seed=seed, pool=pool, center=False, sample_size=sample_size,
+    )  # fmt: skip
     return {f"quantizer.codebooks.{level}": table for level, table in enumerate(books.levels)}

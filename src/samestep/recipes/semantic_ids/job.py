@@ -27,7 +27,7 @@ from samestep.pooling import Pool
 from samestep.recipes.display import Display
 from samestep.recipes.folder import RunFolder
 from samestep.recipes.loop import Loop
-from samestep.recipes.semantic_ids import results, rvq
+from samestep.recipes.semantic_ids import residues, results, rvq
 from samestep.recipes.semantic_ids.data import Items, read_embeddings
 from samestep.recipes.semantic_ids.initial import compute_axes, compute_codebooks
 from samestep.recipes.semantic_ids.model import RQVAE, loss_sums
@@ -40,8 +40,6 @@ from samestep.step import TrainStep
 from samestep.survive import Guard, Stopped
 
 __all__ = ["optimizer_of", "run"]
-
-_BLOCK_ROWS = 1024
 
 
 @dataclass
@@ -93,7 +91,8 @@ def run(
         f"{spec.recipe} ({spec.kind}): {items.n_total:,} items of {items.dim} dimensions, "
         f"{group.world_size} workers, {spec.shards} shards, mode {spec.mode}"
     )
-    learned = _train_rqvae(job, resume) if spec.kind == "rqvae" else _fit_books(job)
+    learn = {"rqvae": _train_rqvae, "rkmeans": _fit_books, "rvq": _follow}[spec.kind]
+    learned = learn(job, resume)
     if learned is not None:
         results.write(spec, folder, group, display, items, learned)
 
@@ -133,29 +132,55 @@ def _check(job: _Job) -> None:
     job.group.agree(not problem, problem, SpecError)
 
 
-def _fit_books(job: _Job) -> results.Learned:
+def _fit_books(job: _Job, resume: bool) -> results.Learned:
     spec, part = job.spec, job.part
-    per_level = spec.kmeans_iterations if spec.kind == "rkmeans" else spec.steps
+    if resume:
+        job.display.say("rkmeans keeps no checkpoints: it begins again, and comes to the same bits")
+    per_level = spec.kmeans_iterations
     with job.display.stage(spec.kind, len(spec.n_centroids) * per_level):
 
         def show(level: int, done: int, inertia: float) -> None:
             job.display.advance(level * per_level + done, f"level {level}  inertia {inertia:.5g}")
 
-        if spec.kind == "rvq":
-            books = rvq.fit(spec, part, job.pool, show)
-        else:
-            books = codebooks.fit(
-                part.embeddings,
-                spec.n_centroids,
-                max_iterations=spec.kmeans_iterations,
-                seed=spec.seed,
-                pool=job.pool,
-                balanced=spec.balanced,
-                normalize_residuals=spec.normalize_residuals,
-                progress=show,
-            )
+        books = codebooks.fit(
+            part.embeddings,
+            spec.n_centroids,
+            max_iterations=spec.kmeans_iterations,
+            seed=spec.seed,
+            pool=job.pool,
+            balanced=spec.balanced,
+            normalize_residuals=spec.normalize_residuals,
+            sample_size=spec.sample_size,
+            progress=show,
+        )
     codes = codebooks.encode(part.embeddings, books)
-    errors = list(books.relative_errors) or rvq.relative_errors(part, codes, books, job.pool)
+    return results.Learned(codes, list(books.levels), books.offset, list(books.relative_errors), None)
+
+
+def _follow(job: _Job, resume: bool) -> results.Learned | None:
+    spec, part = job.spec, job.part
+    follower = rvq.Follower(spec, part, job.pool)
+    checkpointer = Checkpointer(job.folder.checkpoints, group=job.group, on_error=spec.on_disk_error)
+    if resume:
+        checkpointer.restore(codebooks=follower)
+    stop = follower.total if job.stop_after is None else min(follower.total, job.stop_after)
+    with job.display.stage(spec.kind, follower.total, follower.step):
+        try:
+            while follower.step < stop:
+                level, n_used = follower.advance()
+                job.display.advance(follower.step, f"level {level}  {n_used} codes in use")
+                every = spec.checkpoint_every
+                if follower.step == stop or (every and follower.step % every == 0):
+                    checkpointer.save(follower.step, codebooks=follower)
+        except Stopped:
+            checkpointer.save(follower.step, codebooks=follower)  # after the last batch that all took
+            raise
+    if follower.step < follower.total:
+        job.display.say(f"stopped after {follower.step} of {follower.total} steps; go on with --resume")
+        return None
+    books = follower.books()
+    codes = codebooks.encode(part.embeddings, books)
+    errors = residues.of_books(part, codes, books, job.pool)
     return results.Learned(codes, list(books.levels), books.offset, errors, None)
 
 
@@ -197,7 +222,7 @@ def _train_rqvae(job: _Job, resume: bool) -> results.Learned | None:
     if not finished:
         return None
     codes = model.encode(job.part.embeddings).cpu()
-    errors = _relative_errors(job, model, codes)
+    errors = residues.of_model(job.part, codes, model, job.pool)
     levels = [table.detach() for table in model.quantizer.codebooks]
     return results.Learned(codes, levels, None, errors, model)
 
@@ -214,8 +239,9 @@ def _initialize(job: _Job, model: RQVAE) -> None:
 
     def codebooks_of(quantizer: nn.Module) -> dict[str, Tensor]:
         tables = compute_codebooks(
-            model, rows, job.pool, max_iterations=spec.kmeans_iterations, seed=spec.seed
-        )
+            model, rows, job.pool,
+            max_iterations=spec.kmeans_iterations, seed=spec.seed, sample_size=spec.sample_size,
+        )  # fmt: skip
         return {name.removeprefix("quantizer."): table for name, table in tables.items()}
 
     with job.display.stage("initialization", 2):
@@ -241,31 +267,6 @@ def optimizer_of(spec: SemanticIdsSpec, model: nn.Module) -> torch.optim.Optimiz
             model.parameters(), lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay
         )
     return torch.optim.AdamW(model.parameters(), lr=spec.lr, weight_decay=spec.weight_decay)
-
-
-def _relative_errors(job: _Job, model: RQVAE, codes: Tensor) -> list[float]:
-    """Return, for each level, the squared error of what the levels so far decode to, over that of the mean.
-
-    Rows are rounded to a grid and added as integers, so that the figures do not depend on who holds which row.
-    """
-    n_levels = codes.shape[1]
-    center = model.center.double().cpu()
-    mean_energy = model.dim / float(model.scale) ** 2  # squared distance of a row from the mean, on average
-    unit = 2.0**32 / mean_energy
-    sums = torch.zeros(n_levels + 1, dtype=torch.int64)
-    for first in range(0, len(codes), _BLOCK_ROWS):
-        rows = torch.from_numpy(
-            np.asarray(job.part.embeddings[first : first + _BLOCK_ROWS], dtype=np.float64)
-        )
-        # Padded to one shape: a matrix product may add in another order when its shape changes.
-        block = torch.zeros(_BLOCK_ROWS, n_levels, dtype=torch.int64)
-        block[: len(rows)] = codes[first : first + _BLOCK_ROWS]
-        decoded = [model.decode(block[:, : level + 1].to(job.group.device)) for level in range(n_levels)]
-        guesses = [guess[: len(rows)].double().cpu() for guess in decoded] + [center]
-        for place, guess in enumerate(guesses):
-            sums[place] += ((rows - guess).square().sum(1) * unit).round().long().sum()
-    total = job.pool(sums)
-    return [int(total[level]) / int(total[n_levels]) for level in range(n_levels)]
 
 
 class _Rows:

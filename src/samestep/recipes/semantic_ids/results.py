@@ -96,7 +96,7 @@ def _write_files(
         write_model(folder, learned.model)
     outputs.write_parquet(
         folder.path / "semantic_ids.parquet", items.all_ids, codes, digits,
-        n_centroids_per_level=spec.n_centroids, metadata=facts,
+        n_centroids_per_level=spec.n_centroids if "offsets" in spec.also_write else None, metadata=facts,
     )  # fmt: skip
     if "npy" in spec.also_write:
         outputs.write_npy(folder.path / "semantic_ids.npy", codes, digits)
@@ -113,14 +113,20 @@ def _manifest(
     return {
         **manifest_head(spec, group),
         "kind": spec.kind,
-        "steps": spec.steps if learned.model is not None else 0,
+        "steps": _steps(spec),
         "items": items.n_total,
         "dim": items.dim,
+        "sample_size": spec.sample_size,
         "n_centroids": spec.n_centroids,
         "sources": list(items.sources),
         "codebooks": digests,
         "replicas": "agree",
     }
+
+
+def _steps(spec: SemanticIdsSpec) -> int:
+    """Return the updates that were applied: rvq takes its batches on every level, k-means takes none."""
+    return spec.steps * {"rqvae": 1, "rvq": len(spec.n_centroids), "rkmeans": 0}[spec.kind]
 
 
 def _closing(figures: dict[str, Any], folder: RunFolder, group: Group) -> list[tuple[str, Any]]:

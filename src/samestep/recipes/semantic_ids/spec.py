@@ -35,11 +35,20 @@ class SemanticIdsSpec(RunSpec):
         "digit", description="how items with the same codes are told apart"
     )
 
-    also_write: list[Literal["npy", "lcrec"]] = Field(
-        [], description="further files: semantic_ids.npy, .lcrec.json"
+    sample_size: int | None = Field(
+        None, ge=1, description="rows, drawn evenly, for k-means to fit on; all by default (rvq: 32 per code)"
+    )
+
+    also_write: list[Literal["npy", "lcrec", "offsets"]] = Field(
+        [],
+        description="semantic_ids.npy, .lcrec.json; column offset_codes for one vocabulary over all levels",
     )
 
     steps: int = Field(400, ge=0, description="applied updates (rqvae), batches per level (rvq)")
+    decay: float = Field(0.95, ge=0, lt=1, description="rvq: what a batch leaves of the averages before it")
+    dead_share: float = Field(
+        0.03, ge=0, lt=1, description="rvq: of a code's fair share of rows, below which it starts anew"
+    )
     latent_dim: int = Field(64, ge=1, description="columns of the latents")
     hidden: list[int] = Field([512], description="widths of the encoder's layers; the decoder mirrors them")
     beta: float = Field(0.15, ge=0, description="weight of the commitment error")
@@ -54,6 +63,13 @@ class SemanticIdsSpec(RunSpec):
     def _can_be_made(self) -> Self:
         if any(n < 1 for n in self.n_centroids):
             raise ValueError(f"`n_centroids`: expected at least 1 code per level, got {self.n_centroids}")
+        if self.kind == "rvq" and not self.steps:
+            raise ValueError("`steps`: expected at least 1 batch per level with kind rvq, got 0")
+        if self.sample_size is not None and self.sample_size < max(self.n_centroids):
+            raise ValueError(
+                f"`sample_size`: expected at least {max(self.n_centroids)}, the most codes of a level, "
+                f"got {self.sample_size}"
+            )
         for name in ("balanced", "normalize_residuals"):
             if getattr(self, name) and self.kind != "rkmeans":
                 raise ValueError(
