@@ -13,6 +13,7 @@ LAYERS = [
     # pure: what they need of other workers is passed in
     [
         "native",
+        "jsonlines",
         "pooling",
         "schedules",
         "momentum",
@@ -43,7 +44,18 @@ LAYERS = [
         "survive",
     ],
     # over time
-    ["compiled", "lossfn", "watch", "buffers", "forward", "start", "step", "scheduler", "checkpoint", "weighing"],
+    [
+        "compiled",
+        "lossfn",
+        "watch",
+        "buffers",
+        "forward",
+        "start",
+        "step",
+        "scheduler",
+        "checkpoint",
+        "weighing",
+    ],
     # proof
     ["audit", "compare", "explain", "doctor", "report"],
     # edge

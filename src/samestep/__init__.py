@@ -34,6 +34,7 @@ __all__ = [
     "group",
     "handshake",
     "hooks",
+    "jsonlines",
     "kmeans",
     "launch",
     "lightning",

@@ -167,7 +167,7 @@ def _workers(path: Path, problems: list[str]) -> int | None:
 
 
 def _records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    from samestep.report import json_lines
+    from samestep.jsonlines import json_lines
 
     found = json_lines(path, _is_record)
     if found.problem:

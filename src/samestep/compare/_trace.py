@@ -12,7 +12,6 @@ The last line of a run that was killed may be cut; it is left out, visibly.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from samestep.compare import _sketch
 from samestep.errors import SpecError
+from samestep.jsonlines import json_lines
 
 __all__ = ["FORMAT_VERSION", "PHASES", "RUN_TRACE", "Entry", "Trace", "log_file", "read", "tensor_file"]
 
@@ -218,20 +218,15 @@ def _entry(folder: Path, rank: int, line: dict[str, Any]) -> Entry:
 
 
 def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    raw = path.read_bytes().split(b"\n")
-    found = []
-    for number, text in enumerate(raw, start=1):
-        if not text.strip():
-            continue
-        try:
-            found.append(json.loads(text))
-        except ValueError:
-            if number < len(raw) or not found:
-                raise SpecError(
-                    f"{path}: line {number} is damaged. Record the run again.", name="trace"
-                ) from None
-            # Only the end of a file can be cut by a run that was stopped.
-            notes.append(f"{path.name}: the last line is cut and left out")
-    if not found or "world_size" not in found[0]:
+    found = json_lines(path, lambda entry: True)
+    if found.problem:
+        raise SpecError(f"{path}: cannot be read: {found.problem}.", name="trace")
+    if found.cut:
+        # Only the end of a file can be cut by a run that was stopped.
+        notes.append(f"{path.name}: the last line is cut and left out")
+    elif found.damaged:
+        where = f"{found.where()} {'is' if len(found.damaged) == 1 else 'are'} damaged"
+        raise SpecError(f"{path}: {where}. Record the run again.", name="trace")
+    if not found.entries or "world_size" not in found.entries[0]:
         raise SpecError(f"{path}: expected a header in line 1, got none. Record the run again.", name="trace")
-    return found
+    return found.entries

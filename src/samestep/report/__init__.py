@@ -16,7 +16,6 @@ be read are counted and named on the page: the report never fails on them and ne
 from __future__ import annotations
 
 from samestep.report._events import write_events
-from samestep.report._lines import Lines, json_lines
 from samestep.report._write import write
 
-__all__ = ["Lines", "json_lines", "write", "write_events"]
+__all__ = ["write", "write_events"]

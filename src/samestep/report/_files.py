@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import SpecError
-from samestep.report._lines import json_lines
+from samestep.jsonlines import json_lines
 
 __all__ = ["FILES", "Run", "read"]
 
