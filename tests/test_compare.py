@@ -36,6 +36,9 @@ def batch_ids(t, fault, group):
 
 def make_model(fault, group):
     torch.manual_seed(7 + (fault == "init" and group.rank == 1))
+    if fault.startswith("transformer"):
+        block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True)
+        return nn.Sequential(nn.Unflatten(1, (4, 2)), nn.Linear(2, 8), block, nn.Flatten(), nn.Linear(32, 3))
     norm = [nn.BatchNorm1d(16)] if fault == "batchnorm" else []
     return nn.Sequential(nn.Linear(8, 16), *norm, nn.Tanh(), nn.Linear(16, 3))
 
@@ -55,7 +58,7 @@ def train(group, folder, fault, n_steps=N_STEPS, by_hand=("init", "not reduced",
     wrapped = group.world_size > 1 and fault not in by_hand
     ddp = DistributedDataParallel(model) if wrapped else model
     lr = 0.1 * (group.world_size if fault == "lr" else 1)
-    if fault == "adamw":
+    if fault == "adamw" or fault.startswith("transformer"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -69,6 +72,8 @@ def train(group, folder, fault, n_steps=N_STEPS, by_hand=("init", "not reduced",
         (loss * (0.0 if fault == "zero" else 1.0)).backward()
         if fault == "small" and group.world_size > 1 and t == 2:
             model[0].weight.grad *= 1 + 1e-3
+        if fault == "transformer, vanished" and group.world_size > 1 and t == 2:
+            model[2].linear1.bias.grad.zero_()
         if not wrapped:
             reduce_by_hand(model, fault, group.world_size)
         before = [p.detach().clone() for p in model.parameters()]
@@ -104,6 +109,8 @@ def sums(model, shard):
 FAULTS = (
     "none",
     "adamw",
+    "transformer",
+    "transformer, vanished",
     "mean of means",
     "lr",
     "update",
@@ -148,7 +155,7 @@ def test_exact_mode_is_exact(traces, n):
     assert len([cell for cell in found.cells if cell.phase == "buffers"]) == N_STEPS + 1
 
 
-@pytest.mark.parametrize("fault", ["none", "adamw"])
+@pytest.mark.parametrize("fault", ["none", "adamw", "transformer"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_plain_ddp_is_within(traces, fault, n):
     found = traces(fault, n)
@@ -157,7 +164,8 @@ def test_plain_ddp_is_within(traces, fault, n):
     assert found.first is None
     assert found.parted is not None
     assert found.parted[:2] == (1, "gradients")
-    assert all(cell.judged for cell in found.cells if cell.phase == "gradients")
+    assert all(cell.judged for cell in found.cells)
+    assert not any("not judged" in text or "wider" in text for text in found.warnings)
     # Nothing that depends on rounding is known before the first update.
     assert {cell.verdict for cell in found.cells if cell.step == 0} == {"exact"}
 
@@ -206,6 +214,14 @@ def test_a_fault_of_a_thousandth_that_begins_late_is_not_passed_over(traces):
     found = traces("small")
     assert all(cell.verdict == "within" or cell.verdict == "exact" for cell in found.cells if cell.step < 3)
     # It is smaller than one sample's share, so that it could be the kink of a ReLU: said, and not judged.
+    blind = [cell.step for cell in found.cells if cell.phase == "gradients" and not cell.judged]
+    assert blind == [3, 4]
+    assert any("step 3 and 1 other are not judged" in text for text in found.warnings)
+
+
+def test_a_gradient_that_vanishes_in_a_transformer_is_not_passed_over(traces):
+    found = traces("transformer, vanished")
+    # One bias of many is less than a sample's share, so it is not called different; nor is it called judged.
     blind = [cell.step for cell in found.cells if cell.phase == "gradients" and not cell.judged]
     assert blind == [3, 4]
     assert any("step 3 and 1 other are not judged" in text for text in found.warnings)

@@ -35,13 +35,15 @@ class Allowance:
         self._kinked = False  # whether a gradient has jumped as at the kink of a ReLU
         self._step = self._before = -1
         self._grown = 0.0  # square of what this step's bounds add to the parameters
-        self.judged = True  # whether the bounds of this step are narrower than the smallest fault
+        self._seen = 0.0  # square of what this step was seen to add to their differences
+        self._narrow = True  # whether even bounds with what is carried are narrower than the smallest fault
+        self.judged = True  # whether the bounds that this step needed are narrower than the smallest fault
 
     def begin(self, step: int, before: int | None) -> None:
         """Go on to a step; `before` is None for the first one."""
         pair, entry = self._pair, self._pair.a.ranks[0][step]
         self._step, self._before = step, -1 if before is None else before
-        self._grown = 0.0
+        self._grown = self._seen = 0.0
         if before is None:
             return
         norms = {name: entry.norm("gradients", name) for name in entry.names("gradients")}
@@ -53,18 +55,22 @@ class Allowance:
         if parted:
             self._carried = factor * self._largest * parted / self._update if self._update else math.inf
         self._moving |= {name for name, n in norms.items() if n > self.relative * self._largest}
-        allowed = self.relative * self._largest + self._carried
-        self.judged = not self._kinked and allowed <= self.smallest_fault * now
+        fresh, fault = self.relative * self._largest, self.smallest_fault * now
+        self.judged = not self._kinked and fresh <= fault
+        self._narrow = fresh + self._carried <= fault
         updates = [pair.update(name, before, step) for name in entry.names("parameters")]
         self._update = math.sqrt(sum(u * u for u in updates))
 
     @property
     def update_judged(self) -> bool:
-        """Whether the bounds of this step's update are narrower than the smallest fault."""
-        return self.judged and math.sqrt(self._grown) <= self.smallest_fault * self._update
+        """Whether this step's update, by its bound or by twice what was seen, cannot hide the smallest fault."""
+        most = math.sqrt(min(self._grown, 4 * self._seen))
+        return self.judged and most <= self.smallest_fault * self._update
 
     def observe(self, phase: str, name: str, gap: float) -> None:
         """Take note of a difference that was found."""
+        if phase == "parameters" and name in self._moving:
+            self._seen += max(0.0, gap - self._gap(phase, name)) ** 2
         self._gaps[f"{phase}/{name}"] = gap
         if phase == "gradients":
             self._most[name] = max(self._most.get(name, 0.0), gap)
@@ -82,7 +88,11 @@ class Allowance:
         if not self._unit(phase, name):
             return 0.0
         if phase == "gradients":
-            smooth = self.relative * self._largest + self._carried
+            fresh = self.relative * self._largest
+            if gap <= fresh and not self._kinked:
+                return fresh
+            self.judged = self.judged and self._narrow
+            smooth = fresh + self._carried
             share = self.smallest_fault * self._largest
             if self._carried and smooth < gap <= share:
                 self._kinked, self.judged = True, False

@@ -15,6 +15,12 @@ the sharpness of the loss. A run that trains is stable, which bounds L: ``lr * L
 momentum m, when the update is written as lr times a (preconditioned) average gradient. With U the norm of the
 last update and G / U in place of 1 / lr this is ``dg <= 2 (1 + m) / (1 - m) * G * dw / U`` for SGD and Adam alike.
 
+That bound holds for the worst direction, and a transformer under Adam leaves it far behind: key biases, which move
+by rounding alone, change nothing. So a gradient's difference that the rounding of its own step explains is held
+against that alone, and a step is judged when either all its gradients are such or the whole bound is narrower than
+the smallest fault. An update is judged also when twice the difference that it was *seen* to add is narrower: noise
+that hides a fault would have to be as large as the fault, and opposite to it.
+
 **Updates.** SGD moves parameters by lr times what its state differs by. Adam divides by ``sqrt(v) + eps``: an
 element whose gradient is only rounding moves by up to lr in any direction, so each element is allowed
 ``lr * min(2, 2 dg / (sqrt(v) + eps))``.
