@@ -7,18 +7,21 @@ wrong; the commonest mistake, a mean in place of the sum, is found by cutting a 
 A loss over the whole global batch (contrastive, over gathered embeddings) talks to the other workers inside the
 loss function. Its value then depends on how the shards are spread, which exact mode refuses, unless the function
 says ``loss_fn.collective = True``: that its shard's loss and gradient do not depend on the number of workers.
+``loss_fn.is_sum = True`` says that it returns a sum, though its halves may not show it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +35,7 @@ __all__ = ["LossFn", "Result", "call", "cut", "is_empty", "probe"]
 LossFn = Callable[[nn.Module, Any], Any]
 
 _DRAWS = 16
+_UNSTEADY = (_NormBase, _DropoutNd, nn.MultiheadAttention, nn.RNNBase)
 
 
 @dataclass
@@ -123,8 +127,9 @@ def probe(
 ) -> None:
     """Try the loss function on a shard and on its two halves, before it is trusted.
 
-    A mean is found by its halves, whose losses then add up to twice the whole. Dropout makes that noisy, so where
-    they do not add up to the whole the trial is repeated with other random numbers.
+    A mean is found by its halves: weighed by their counts they add up to the whole, as they stand to twice the
+    whole. Meanwhile BatchNorm and dropout work as in evaluation, else the halves of a right sum could be anything.
+    What is neither is tried again, for noise, and is a mean if its quarters add up to four times the whole, too.
 
     Args:
         loss_fn: called without gradients.
@@ -141,34 +146,85 @@ def probe(
         n_samples = _length(shard.batch if isinstance(shard, Shard) else shard)
     except SpecError:
         n_samples = 1  # not a batch of tensors: it cannot be cut
-    pieces = [shard, *(cut(shard, (n_samples + 1) // 2) if n_samples > 1 else ())]
     refused = alone and not getattr(loss_fn, "collective", False)
     guard = _NoTalking() if refused else nullcontext()  # type: ignore[no-untyped-call]
-    sum_whole = sum_halves = 0.0
-    for draw in range(_DRAWS):
-        rows = []
+
+    def rows(pieces: Sequence[Any], draw: int) -> list[Row]:
+        found = []
         for piece in pieces:
             prepare(draw)
-            with compiled.as_if_not(), torch.no_grad(), guard:
-                rows.append(call(loss_fn, model, piece).row)
-        whole, *halves = rows
-        if (
-            len(halves) < 2
-            or not all(row.count for row in rows)
-            or sum(h.count for h in halves) != whole.count
-        ):
+            with compiled.as_if_not(), torch.no_grad(), guard, _steady(model):
+                found.append(call(loss_fn, model, piece).row)
+        return found
+
+    may_cut = n_samples > 1 and not getattr(loss_fn, "is_sum", False)
+    halves = list(cut(shard, (n_samples + 1) // 2)) if may_cut else []
+    quarters = list(cut(shard, -(-n_samples // 4))) if n_samples >= 4 else []
+    trials: list[list[float]] = []  # losses of the whole and of the halves
+    before = None
+    while len(trials) < _DRAWS:
+        found = rows([shard, *halves], len(trials))
+        if found == before:
+            break  # there is no noise
+        before = found
+        whole, *parts = found
+        if len(parts) < 2 or not all(row.count for row in found):
             return
-        sum_whole += whole.loss
-        sum_halves += sum(half.loss for half in halves)
-        if sum_whole == 0 or not sum_halves / sum_whole > 1.4:
+        if sum(part.count for part in parts) != whole.count:
+            return
+        trials.append([row.loss for row in found])
+        middle, *sides = _averages(trials)
+        if middle == 0 or not sum(sides) / middle > 1.4:
             return  # a sum gives 1, a mean gives 2; NaN gives neither
-    if abs(sum_halves / sum_whole - 2) < 0.3:
-        raise SpecError(
-            f"`loss_fn`: expected a sum, got a loss of {sum_whole / _DRAWS:.6g} for a shard whose halves' losses "
-            f"add up to {sum_halves / _DRAWS:.6g}: their mean. "
-            'Return a sum (reduction="sum") and the count behind it.',
-            name="loss_fn",
-        )
+        if _is_weighed_mean(whole, parts) and (
+            n_samples < 4 or _is_weighed_mean(whole, rows(quarters, len(trials) - 1))
+        ):
+            raise _is_mean(middle, sum(sides))
+    if n_samples < 4 or not _like_means(middle, sides):
+        return
+    if _like_means(
+        middle, _averages([[row.loss for row in rows(quarters, draw)] for draw in range(len(trials))])
+    ):
+        raise _is_mean(middle, sum(sides))
+
+
+def _averages(trials: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(values) / len(trials) for values in zip(*trials, strict=True)]
+
+
+def _is_weighed_mean(whole: Row, parts: Sequence[Row]) -> bool:
+    """Return whether a loss is the mean of its parts' losses, weighed by their counts; exact but for rounding."""
+    weighed = sum(part.count * part.loss for part in parts) / whole.count
+    return abs(weighed - whole.loss) <= 0.01 * abs(whole.loss)
+
+
+def _like_means(whole: float, parts: Sequence[float]) -> bool:
+    """Return whether a loss may be a mean of its parts' losses, with other weights or noise."""
+    spare = 0.05 * abs(whole)
+    between = min(parts) - spare <= whole <= max(parts) + spare
+    return between and abs(sum(parts) / len(parts) - whole) < 0.1 * abs(whole)
+
+
+def _is_mean(whole: float, halves: float) -> SpecError:
+    return SpecError(
+        f"`loss_fn`: expected a sum, got a loss of {whole:.6g} for a shard whose halves' losses add up to "
+        f'{halves:.6g}: their mean. Return a sum (reduction="sum") and the count behind it; or declare with '
+        "`loss_fn.is_sum = True` that it is one, where samples of a shard depend on each other.",
+        name="loss_fn",
+    )
+
+
+@contextmanager
+def _steady(model: nn.Module) -> Iterator[None]:
+    """Let modules whose output for a sample depends on chance or on its neighbours work as in evaluation."""
+    unsteady = [module for module in model.modules() if module.training and isinstance(module, _UNSTEADY)]
+    for module in unsteady:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in unsteady:
+            module.training = True
 
 
 class _NoTalking(TorchDispatchMode):  # type: ignore[no-untyped-call]
