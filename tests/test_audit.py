@@ -360,7 +360,7 @@ def ddp_lr_of_one_rank(group):
 # -- faults without DDP ------------------------------------------------------------------------------------------
 
 
-def by_hand(group, change=None, seed=0):
+def by_hand(group, change=None, seed=0, reduced=True):
     torch.manual_seed(seed)
     model = Net(batch_norm=False)
     optimizer = sgd(model)
@@ -369,7 +369,9 @@ def by_hand(group, change=None, seed=0):
         optimizer.zero_grad()
         model(inputs(group, number)).square().mean().backward()
         for parameter in model.parameters():
-            parameter.grad = ordered_sum(parameter.grad, group) / group.world_size
+            parameter.grad = (
+                ordered_sum(parameter.grad, group) / group.world_size if reduced else parameter.grad
+            )
         if change is not None and number == 1 and is_last(group):
             change(model)
         optimizer.step()
@@ -383,6 +385,18 @@ def seeds_differ(group):
 
 def gradient_absent(group):
     by_hand(group, lambda model: setattr(model.last.weight, "grad", None))
+
+
+def no_gradients_on_one_rank(group):
+    def forget(model):
+        model.zero_grad()
+
+    by_hand(group, forget)
+
+
+def reduction_over_a_group_of_one(group):
+    """Another kind of parallelism has shrunk the group, and its all-reduce does nothing."""
+    by_hand(group, reduced=False)
 
 
 def structure_differs(group):
@@ -434,6 +448,13 @@ def same_masks(group):
     Audit(group).watch(model, optimizer, rng="distinct").check(0, "at start")
 
 
+def generator_of_a_peer(group):
+    """Each rank's own generator was saved, and the last rank restored its neighbour's."""
+    model, optimizer = made(group)
+    torch.manual_seed(min(group.rank, group.world_size - 2))
+    Audit(group).watch(model, optimizer, rng="distinct").check(0, "at start")
+
+
 def generators_differ(group):
     model, optimizer = made(group)
     torch.manual_seed(int(is_last(group)))
@@ -477,12 +498,15 @@ FAULTS = {
     ddp_inner_optimizer: (AFTER, "first.bias", 1),
     seeds_differ: ("parameters at start", "first.weight", 0),
     gradient_absent: ("gradients after reduction", "last.weight", 1),
+    no_gradients_on_one_rank: ("gradients after reduction", "first.weight", 1),
+    reduction_over_a_group_of_one: ("gradients after reduction", "first.weight", 0),
     structure_differs: ("parameters at start", "extra.weight", 0),
     lr_restored_on_one_rank: ("LR", "options.0.lr", 0),
     schedule_restored_on_one_rank: ("LR", "scheduler.step", 0),
     epoch_not_set: ("data", "loader.sampler.epoch", 0),
     loader_behind: ("data", "loader.samples_consumed", 1),
     same_masks: ("RNG", "generator.torch", 0),
+    generator_of_a_peer: ("RNG", "generator.torch", 0),
     generators_differ: ("RNG", "generator.torch", 0),
 }
 
@@ -498,7 +522,9 @@ ODD_RANK = {
     ddp_bypassed: lambda n: 1,
     ddp_bypassed_every_third: lambda n: 1,
     ddp_parameter_added: lambda n: 1,
+    reduction_over_a_group_of_one: lambda n: 1,
     same_masks: lambda n: 0,
+    generator_of_a_peer: lambda n: n - 2,
 }
 
 
