@@ -13,7 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep import compare, launch, step
+from samestep.cli.compare import _judge as judge
 from samestep.compare import Recorder, _bounds, _pair, _sketch
+from samestep.compare._result import TWO_WORKERS
 from samestep.errors import SpecError
 
 N_STEPS = 4
@@ -135,10 +137,15 @@ def train_all(group, base):
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory):
+def base(tmp_path_factory):
     base = tmp_path_factory.mktemp("traces")
     for n in (1, 2, 4):
         launch.run(train_all, n, base, timeout_seconds=150)
+    return base
+
+
+@pytest.fixture
+def traces(base):
     return lambda fault, n=4: compare.compare(base / f"{fault}-1", base / f"{fault}-{n}")
 
 
@@ -173,6 +180,12 @@ def test_plain_ddp_is_within(traces, fault, n):
 def test_two_workers_only_is_a_warning(traces):
     assert any("2 workers only" in text for text in traces("none", 2).warnings)
     assert not any("2 workers only" in text for text in traces("none", 4).warnings)
+
+
+def test_the_command_does_not_ask_for_4_workers_when_it_had_them(base):
+    runs = [compare.read(base / f"none-{n}") for n in (1, 2, 4)]
+    assert [one.warnings for one in judge(runs, explain=False)[0]] == [(), ()]
+    assert [one.warnings for one in judge(runs[:2], explain=False)[0]] == [(TWO_WORKERS,)]
 
 
 # Planted faults: (step, phase, tensor, kind).

@@ -107,6 +107,8 @@ def _judge(traces: list[Trace], explain: bool) -> _Found:
     found = [
         _verdicts.name_settings(comparing.compare(traces[0], other), traces[0], other) for other in traces[1:]
     ]
+    if max(trace.world_size for trace in traces) > 2:
+        found = [one.beside_more_workers() for one in found]
     why = [
         _verdicts.explain_first(one, traces[0], other) if explain else None
         for one, other in zip(found, traces[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from samestep.compare._pair import Pair
-from samestep.compare._result import Cell
+from samestep.compare._result import TWO_WORKERS, Cell
 from samestep.compare._trace import Entry, Trace
 
 __all__ = ["refusals", "warnings"]
@@ -51,7 +51,7 @@ def warnings(pair: Pair, cells: Sequence[Cell]) -> Iterator[str]:
     yield from dict.fromkeys([*pair.a.notes, *pair.b.notes])
     most = max(pair.a.world_size, pair.b.world_size)
     if most == 2:
-        yield "2 workers only: additions of two numbers have one order; compare with 4 as well"
+        yield TWO_WORKERS
     if most > 1 and any(
         next(iter(t.ranks[0].values())).samples is None for t in (pair.a, pair.b) if t.ranks[0]
     ):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from samestep.compare._trace import PHASES
 
-__all__ = ["Cell", "Comparison", "Difference", "Verdict", "worse"]
+__all__ = ["TWO_WORKERS", "Cell", "Comparison", "Difference", "Verdict", "worse"]
+
+TWO_WORKERS = "2 workers only: additions of two numbers have one order; compare with 4 as well"
 
 Verdict = Literal["exact", "within", "different"]
 
@@ -113,6 +115,10 @@ class Comparison:
     def exit_code(self) -> int:
         """0 agreed, 1 different, 2 proves nothing."""
         return 1 if self.verdict == "different" else 0 if self.proves else 2
+
+    def beside_more_workers(self) -> Comparison:
+        """Return this one of several comparisons of a script, without the warning that two workers are few."""
+        return replace(self, warnings=tuple(text for text in self.warnings if text != TWO_WORKERS))
 
     def phase_verdicts(self) -> dict[str, Verdict]:
         """Return the worst verdict of each phase, in the order of phases."""
