@@ -16,10 +16,12 @@ from samestep.bulk import broadcast_tensors
 from samestep.errors import AgreementError, ReplicaMismatchError, SamestepError, SpecError
 from samestep.group import Group
 from samestep.reduce import broadcast_object, reduce
-from samestep.start._state import Part, parts_of
+from samestep.start._state import OptimizerPart, Part, parts_of
 from samestep.start._structure import check_structure, rank_list
 
 __all__ = ["broadcast", "prove"]
+
+_HASHED_BYTES = 4 << 20  # hashed at once: few calls, and what has just landed is still in the cache
 
 
 def broadcast(*things: object, group: Group, source_rank: int = 0, verify: bool = True) -> None:
@@ -68,11 +70,14 @@ def broadcast(*things: object, group: Group, source_rank: int = 0, verify: bool 
 
     if parts:
         _attempt(receive, "making room for state", group)
-    broadcast_tensors(tensors + sent, group, source_rank)
+    # A setter of somebody else's may still write to a module: then its tensors are hashed behind it.
+    early = _Words(list(structure.tensors.items())) if verify and all(map(_keeps_off, parts)) else None
+    broadcast_tensors(tensors + sent, group, source_rank, None if early is None else early.landed)
     if parts:
         _attempt(lambda: [install() for install in installs], "load_state_dict", group)
     if verify:
-        prove([structure.tensors, *(part.named() for part in parts)], group)
+        named = [structure.tensors, *(part.named() for part in parts)]
+        prove(named, group, words=None if early is None else [early.total, *map(fingerprint.word, named[1:])])
 
 
 def prove(
@@ -80,6 +85,7 @@ def prove(
     group: Group,
     error: type[SamestepError] = ReplicaMismatchError,
     advice: str = "See what else writes to it, or whether a load_state_dict leaves part of its state.",
+    words: Sequence[int] | None = None,
 ) -> None:
     """Return when tensors by name are equal bit for bit on all workers; else raise the same error on all.
 
@@ -88,6 +94,7 @@ def prove(
         group: the workers.
         error: what to raise.
         advice: what to do, for its message.
+        words: `fingerprint.word` of each, where they are known already.
 
     Raises:
         ReplicaMismatchError: or `error`; names the first tensor that differs and the ranks on each side.
@@ -96,12 +103,13 @@ def prove(
     """
     if group.world_size == 1:
         return
-    words = torch.tensor([fingerprint.word(part) for part in named], dtype=torch.int64)
-    extremes = reduce(torch.cat([words, -words]), group, "max")
-    if torch.equal(extremes[: len(words)], -extremes[len(words) :]):
+    mine = list(map(fingerprint.word, named)) if words is None else words
+    both = torch.tensor([*mine, *(-word for word in mine)], dtype=torch.int64)
+    extremes = reduce(both, group, "max")
+    if torch.equal(extremes[: len(mine)], -extremes[len(mine) :]):
         return
-    mine = {name: digest for part in named for name, digest in fingerprint.state(part).items()}
-    found = [json.loads(text) for text in group.gather_text(json.dumps(mine))]
+    digests_here = {name: digest for part in named for name, digest in fingerprint.state(part).items()}
+    found = [json.loads(text) for text in group.gather_text(json.dumps(digests_here))]
     name = next(
         name
         for name in dict.fromkeys(key for digests in found for key in digests)
@@ -118,6 +126,34 @@ def prove(
         rank=min(min(ranks) for ranks in list(sides.values())[1:]),
         name=name,
     )
+
+
+class _Words:
+    """The word of a state, taken while its tensors land: the words of its parts add up to that of the whole."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._named = named
+        self._waiting: dict[str, Tensor] = {}
+        self._n_bytes = 0
+        self._n_left = len(named)
+        self.total = 0
+
+    def landed(self, number: int) -> None:
+        """Count in a tensor; those behind the state's own are not of it."""
+        if number >= len(self._named):
+            return
+        name, tensor = self._named[number]
+        self._waiting[name] = tensor
+        self._n_bytes += tensor.nbytes
+        self._n_left -= 1
+        if self._n_bytes >= _HASHED_BYTES or not self._n_left:
+            self.total = (self.total + fingerprint.word(self._waiting)) & (2**63 - 1)
+            self._waiting, self._n_bytes = {}, 0
+
+
+def _keeps_off(part: Part) -> bool:
+    """Tell whether putting this state in its place leaves the tensors of modules alone."""
+    return isinstance(part, OptimizerPart)
 
 
 def _take(parts: Sequence[Part], tensors: list[Tensor], group: Group, is_source: bool) -> list[Any]:

@@ -14,10 +14,11 @@ from samestep import fingerprint
 from samestep.bulk import broadcast_tensors
 from samestep.errors import AgreementError, GroupError, SamestepError, SpecError
 from samestep.group import Group
-from samestep.reduce import broadcast_object, gather_parts
+from samestep.reduce import broadcast_object, gather_parts, reduce
 from samestep.start._broadcast import prove
 from samestep.start._gradient import check_gradient_way, step_to
 from samestep.start._mark import MARK, mark_of, needs_initialization
+from samestep.start._reset import forget, replaced_rows
 from samestep.start._structure import check_structure, rank_list, unwrap
 from samestep.start._targets import Compute, cast_targets, run_compute, slots_of
 
@@ -49,8 +50,10 @@ def initialize(
         group: the workers.
         by: "broadcast", exact; or "gradient", one step of plain SGD as in `initialization_loss`: trainable
             parameters only, up to rounding, and only from replicas that agree.
-        optimizer: its state of the replaced parameters is dropped, so that no momentum of the old values remains.
-            By gradient, it takes the step and must be ``torch.optim.SGD`` with lr 0.5; None makes one.
+        optimizer: its state of the replaced rows is dropped (the moments of torch's SGD, Adam and their kin row by
+            row, any other state whole), so that no momentum of the old values remains, and rows whose values are
+            what they were keep theirs. By gradient, it takes the step and must be ``torch.optim.SGD`` with lr 0.5;
+            None makes one.
         collective: False runs `compute` on the source rank alone, which sees that worker's data only. True runs it
             on all workers: it may then call collectives (k-means over all data), and must return equal values.
         source_rank: whose values count.
@@ -85,13 +88,9 @@ def initialize(
     check_structure([inner], group, source_rank, materialise=False)
     targets = _agreed_targets(inner, compute, group, collective, source_rank)
     if by == "gradient":
-        changed = step_to(inner, targets, group, optimizer, source_rank)
+        step_to(inner, targets, group, optimizer, source_rank)
     else:
-        changed = _set(slots_of(inner), targets, group, collective, source_rank)
-        prove([changed], group)
-    for tensor in changed.values():
-        if optimizer is not None:
-            optimizer.state.pop(tensor, None)
+        _set(slots_of(inner), targets, group, collective, source_rank, optimizer)
     if (found := mark_of(inner)) is not None:
         found.fill_(1)
     return True
@@ -188,13 +187,20 @@ def _set(
     group: Group,
     collective: bool,
     source_rank: int,
-) -> dict[str, Tensor]:
-    """Write the targets in place on all workers and return the tensors that now hold them."""
+    optimizer: Optimizer | None,
+) -> None:
+    """Write the targets in place on all workers, prove that they agree, and let the optimizer forget the old."""
     names = list(targets) if collective else broadcast_object(list(targets), group, source_rank)
     changed = {name: slots[name] for name in names}
+    forgets = bool(reduce(torch.tensor([int(optimizer is not None)]), group, "max")[0])
+    before = {name: tensor.detach().clone() for name, tensor in changed.items()} if forgets else {}
     with torch.no_grad():
         for name, value in targets.items():
             changed[name].copy_(value)
     if not collective:
         broadcast_tensors(list(changed.values()), group, source_rank)
-    return changed
+    prove([changed], group)
+    rows = replaced_rows(before, changed, group) if forgets else {}
+    for name, tensor in changed.items():
+        if optimizer is not None:
+            forget(optimizer, tensor, rows[name])
