@@ -27,7 +27,7 @@ FULL: dict[str, list[str]] = {
     name: []
     for name in (
         "startup", "schedule", "momentum", "preview", "reduce", "step", "fingerprint", "start", "audit",
-        "checkpoint", "kmeans", "invariance", "faults",
+        "checkpoint", "kmeans", "invariance", "faults", "explain",
     )
 }  # fmt: skip
 QUICK = {
@@ -42,7 +42,7 @@ QUICK = {
 }
 WRITES = {
     "startup", "schedule", "momentum", "preview", "reduce", "step", "kmeans", "invariance", "fingerprint", "start",
-    "audit", "checkpoint",
+    "audit", "checkpoint", "explain",
 }  # fmt: skip
 
 
@@ -154,6 +154,16 @@ def _audit(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         yield f"audit of every step, {label}", f"{row['every_step_percent']:.2f} %", "3 %", "the step itself"
 
 
+def _explain(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    clean = [row for row in found["rows"] if "false_alarms" in row]
+    alarms, n = (sum(row[key] for row in clean) for key in ("false_alarms", "comparisons"))
+    yield f"explain, {n} clean comparisons", f"{alarms} false alarms", "0", "float64, 1e-9"
+    for row in found["rows"]:
+        if "named_rightly" in row:
+            told = f"{row['named_rightly']} of {row['comparisons']} named rightly"
+            yield "explain, planted faults", told, "all", "stage, tensor, ranks, cause, sentence"
+
+
 def _start(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     for row in found["rows"]:
         size = f"{row['n_parameters'] / 1e6:.0f} M parameters in {row['n_tensors']} tensors"
@@ -186,7 +196,7 @@ READERS = {
     "step": _step, "reduce": _reduce, "kmeans": _kmeans, "checkpoint": _checkpoint, "schedule": _schedule,
     "momentum": _momentum, "preview": _preview,
     "fingerprint": _fingerprint, "audit": _audit, "start": _start, "startup": _startup, "faults": _faults,
-    "invariance": _invariance,
+    "invariance": _invariance, "explain": _explain,
 }  # fmt: skip
 
 
