@@ -3,14 +3,18 @@
     python benchmarks/semantic_ids.py
 
 Set A: 12,101 rows, 128 columns, 40 x 25 nested clusters with uneven weights (spreads 1, 0.5, 0.5), codes
-3 x 256. Set B: 8,000 rows, 32 columns, 16 clusters (spreads 3 and 1), codes 3 x 64. Only the counts come
-from the published description; it does not state the spreads, which are chosen here, so the errors are comparable
-with the bars only as far as these fit.
-Bars: A relative error <= 0.16 and every code used; B <= 0.068 and >= 98 % distinct for every way of sharing.
+3 x 256. Set B: 8,000 rows, 32 columns, 16 clusters (spreads 3 and 1), codes 3 x 64. The published description
+states the counts and not the spreads. These were fitted: chosen so that a plain k-means, level by level, leaves
+about the errors that the description gives. So the errors beside the bars show that the method does as well as
+theirs on such data; they are no independent measurement of theirs.
+Bars: A relative error <= 0.16 and every code used; B <= 0.068 and >= 98 % distinct for every way of sharing, each
+for three seeds of the draws of k-means.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import platform
 import sys
@@ -47,9 +51,9 @@ def _rows(rows: np.ndarray) -> np.ndarray:
     return rows.astype(np.float32)
 
 
-def learn(group: Group, rows: np.ndarray, sizes: list[int]) -> str:
+def learn(group: Group, rows: np.ndarray, sizes: list[int], seed: int) -> str:
     mine = np.array_split(rows, group.world_size)[group.rank]
-    books = codebooks.fit(mine, sizes, pool=pool(group))
+    books = codebooks.fit(mine, sizes, seed=seed, pool=pool(group))
     codes = codebooks.encode(mine, books)
     padded = torch.full((-(-len(rows) // group.world_size), len(sizes)), -1, dtype=torch.int64)
     padded[: len(codes)] = codes
@@ -59,29 +63,34 @@ def learn(group: Group, rows: np.ndarray, sizes: list[int]) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file")
+    args = parser.parse_args()
     cases = {
         "A": (*set_a(), (1,)),
         "B, rows in any order": (*set_b(False), (1, 2, 4)),
         "B, each worker its own clusters": (*set_b(True), (1, 2, 4)),
     }
     found = {}
-    for name, (rows, sizes, worlds) in cases.items():
+    for (name, (rows, sizes, worlds)), seed in itertools.product(cases.items(), range(args.seeds)):
         for workers in worlds:
-            figures = json.loads(launch.run(learn, workers, rows, sizes, timeout_seconds=120)[0])
+            figures = json.loads(launch.run(learn, workers, rows, sizes, seed, timeout_seconds=120)[0])
             levels = figures["levels"]
-            found[f"{name}, {workers} workers"] = {
+            label = f"{name}, {workers} worker{'s' * (workers > 1)}, seed {seed}"
+            found[label] = {
                 "relative_error": levels[-1]["relative_error"],
                 "distinct": 1 - figures["collision_rate"],
                 "used": [level["used"] for level in levels],
                 "perplexity": [round(level["perplexity"], 1) for level in levels],
             }
-            print(name, workers, found[f"{name}, {workers} workers"], flush=True)
+            print(label, found[label], flush=True)
     facts = {
         "date": time.strftime("%Y-%m-%d"), "machine": platform.machine(), "torch": torch.__version__,
         "command": " ".join(["python", *sys.argv]), "sets": found,
-        "spreads": "A: 1, 0.5, 0.5; B: 3, 1; chosen here, as the description states none",
+        "spreads": "A: 1, 0.5, 0.5; B: 3, 1; fitted to the published errors, as the description states none",
     }  # fmt: skip
-    RESULTS.write_text(json.dumps(facts, indent=2) + "\n")
+    args.out.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":
