@@ -47,6 +47,7 @@ LAYERS = [
     [
         "compiled",
         "lossfn",
+        "trial",
         "watch",
         "buffers",
         "forward",

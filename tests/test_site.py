@@ -54,6 +54,7 @@ def test_the_reference_has_every_public_name(site):
         "tally",
         "transport",
         "tree",
+        "trial",
         "watch",
     }
     missing = {name for name in samestep.__all__ if name not in named} - inner

@@ -58,6 +58,7 @@ __all__ = [
     "targets",
     "transport",
     "tree",
+    "trial",
     "watch",
     "weighing",
 ]

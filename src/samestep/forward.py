@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep import compiled, lossfn, streams
+from samestep import compiled, lossfn, streams, trial
 from samestep.buffers import BufferMerge
 from samestep.errors import SpecError
 from samestep.gradients import GradientSum
@@ -159,7 +159,7 @@ class ShardRunner:
         kind = getattr(loss_fn, "__code__", type(loss_fn))
         if kind not in self._trusted:
             with self._settings.autocast():
-                lossfn.probe(
+                trial.probe(
                     loss_fn,
                     self._model,
                     shard,

@@ -149,7 +149,7 @@ class TrainStep:
             shards: this worker's shards in order, such as a step of a `ShardLoader`; each goes to `loss_fn`. An
                 error while they are read counts as this worker's failure.
             loss_fn: ``loss_fn(model, shard) -> (loss_sum, count)`` or with a dict of further sums. Sums, never
-                means: that is tried out at its first call (see `lossfn`). Not called on shards without samples.
+                means: that is tried out at its first call (see `trial`). Not called on shards without samples.
 
         Raises:
             AgreementError: on all workers, when one of them raised, with its traceback; the model, optimizer and
