@@ -88,8 +88,11 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16, help="per worker and step")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="the smallest model on 1 and 2 workers")
     record.add_out(parser, "audit")
     args = parser.parse_args()
+    if args.quick:
+        args.workers, args.sizes = [1, 2], args.sizes[:1]
     rows = []
     for size in args.sizes:
         width, depth = map(int, size.split("x"))

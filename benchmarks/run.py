@@ -38,6 +38,7 @@ QUICK = {
     "reduce": ["--megabytes", "1", "4", "--repeats", "5"],
     "step": ["--models", "MLP 1M", "--layouts", "2,2", "--seconds", "10", "--what", "times"],
     "fingerprint": ["--repeats", "5"],
+    "audit": ["--quick"],
     "kmeans": ["--quick"],
 }
 WRITES = {
