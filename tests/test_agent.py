@@ -25,12 +25,26 @@ def run(code, timeout=120):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def test_workers_find_torchruns_variables_and_what_one_of_them_says_counts():
-    done = run(
-        "import os, sys; from samestep import agent; rank = os.environ['RANK']; "
-        "print(rank, os.environ['WORLD_SIZE'], agent.is_worker(), flush=True); sys.exit(2 if rank == '1' else 3)"
-    )
-    # The worker that ends with 3 has lost a peer; the one with 2 has said why.
+TWO_ENDS = """
+import os, sys, time
+from pathlib import Path
+from samestep import agent
+
+rank, word = os.environ["RANK"], Path({word!r})
+print(rank, os.environ["WORLD_SIZE"], agent.is_worker(), flush=True)
+if rank == "1":
+    word.touch()
+    sys.exit(2)
+while not word.exists():
+    time.sleep(0.01)
+time.sleep(0.5)
+sys.exit(3)
+"""
+
+
+def test_workers_find_torchruns_variables_and_what_one_of_them_says_counts(tmp_path):
+    done = run(TWO_ENDS.format(word=str(tmp_path / "word")))
+    # The worker that ends with 3 has lost a peer, after that has ended with 2 and said why.
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.strip().splitlines()) <= 1
     # Both write to one stream, so their lines may run into each other.

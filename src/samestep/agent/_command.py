@@ -135,7 +135,9 @@ def _make_agent(
     )
     # Nothing is redirected, so that there is no folder of logs to leave behind.
     logs = DefaultLogsSpecs(log_dir=os.devnull)
-    return Agent(spec, logs, start_method="fork", shutdown_timeout=max(1, round(grace_seconds)))
+    agent = Agent(spec, logs, start_method="fork")
+    agent.grace_seconds = grace_seconds
+    return agent
 
 
 class _Forked:

@@ -23,11 +23,13 @@ class Agent(LocalElasticAgent):
         final_codes: exit codes after which a restart would be of no use.
         tell: gets a line for each restart.
         killed: whether `kill` was called.
+        grace_seconds: from a stop of the workers to the end of those that do not stop.
     """
 
     final_codes: Collection[int] = ()
     tell: Callable[[str], None] | None = None
     killed = False
+    grace_seconds = 30.0
     _running: Any = None  # torch's handle on the workers, while they are those of the current start
     _last: RunResult | None = None
 
@@ -65,6 +67,11 @@ class Agent(LocalElasticAgent):
             if any(code in self.final_codes for code in codes) and -signal.SIGKILL not in codes:
                 self._remaining_restarts = 0
         return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        # torch 2.9 has no option for the time, and `timeout` is that of later ones.
+        if self._pcontext:
+            self._pcontext.close(death_sig, max(1, round(self.grace_seconds)))
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         spec = worker_group.spec
